@@ -1,0 +1,32 @@
+"""eagle3-flow: prompts and a target in, a served EAGLE-3 draft head and the measurements that prove it out.
+
+One file per stage in rules/, in the order of the data; paths and counts come from rules/common.smk.
+Everything of a run lies in results/{run}/, and every file there can be asked for alone.
+"""
+
+from snakemake.utils import min_version
+
+min_version("9.27")
+
+
+if not workflow.overwrite_configfiles:
+
+    configfile: "config/config.yaml"
+
+
+include: "rules/common.smk"
+include: "rules/target.smk"
+include: "rules/conversations.smk"
+include: "rules/hidden_states.smk"
+include: "rules/draft.smk"
+include: "rules/evaluation.smk"
+include: "rules/canary.smk"
+
+
+rule all:
+    """The exported head, the report, and the gate, which fails when the head misses what the config asks of it."""
+    default_target: True
+    input:
+        "<run>/export/manifest.json",
+        "<run>/report.html",
+        "<run>/gate.passed",

@@ -1,0 +1,67 @@
+# Paths, counts and sections of the configuration that the rules share.
+#
+# `<run>` in a path is results/{run}/. A section of the configuration reaches its stage as JSON in `params`, so that a
+# change reruns exactly what depends on it; what only changes speed or place stands in `resources`, which profiles set.
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, workflow.basedir)
+
+from scripts.eagle3.config import load_config
+from scripts.eagle3.errors import StageError
+from scripts.eagle3.source_files import source_files
+
+try:
+    CONFIG = load_config(config)
+except StageError as error:
+    raise WorkflowError(str(error))
+
+RUN = f"results/{CONFIG.run}"
+PARTS = [f"part-{part}" for part in range(CONFIG.scatter.parts)]
+SHARDS = range(CONFIG.scatter.shards_per_part)
+SUITES = list(CONFIG.conversations.evaluation)
+METHODS = list(CONFIG.evaluation.methods)
+SEGMENTS = range(CONFIG.training.segments)
+PLOTS = ["training", "acceptance", "coverage", "segments"]
+STATES_STORE = f"{CONFIG.storage.hidden_states}/{CONFIG.run}" if CONFIG.storage.hidden_states else f"{RUN}/store"
+
+# Capped to the cores of the machine: on a laptop the heavy jobs then run one after the other.
+ALL_CORES = 64
+
+
+pathvars:
+    run=RUN,
+
+
+wildcard_constraints:
+    part=r"part-\d+|val",
+    shard=r"\d+",
+    segment=r"\d+",
+
+
+def as_json(section):
+    """A section of the configuration as a command-line argument."""
+    return section if isinstance(section, str) else section.model_dump_json()
+
+
+def code(script):
+    """The script of a rule and the modules that it imports: their content, not their age, decides a rerun."""
+    return source_files(script, Path(workflow.basedir))
+
+
+def target_manifest():
+    """The manifest of a target that a rule of this workflow makes; nothing for a target that lies elsewhere."""
+    path = CONFIG.target.path
+    return [f"{path}/manifest.json"] if path.startswith("results/targets/") else []
+
+
+def answered_rows(wildcards):
+    """What tokenize_conversations reads: the target's own answers, or the data set's."""
+    stage = "conversations" if CONFIG.responses == "given" else "responses"
+    return [f"{RUN}/{stage}/{wildcards.part}/shard-{shard}.parquet" for shard in SHARDS]
+
+
+def previous_segment(wildcards):
+    """The record that segment k continues from."""
+    return [f"{RUN}/checkpoints/{int(wildcards.segment) - 1}.json"] if int(wildcards.segment) else []

@@ -1,0 +1,111 @@
+# Prompts become training rows: collected, answered by the target itself, turned into token ids once and for all.
+#
+# REQUIRED INPUTS   the sources in config.conversations, the target
+# OUTPUTS           <run>/conversations/, <run>/responses/, <run>/tokens/ with {part}/shard-{shard}.parquet
+#                   part-0, part-1, ... are training rows, val is validation; conversations/eval/ only evaluates
+
+
+def local_sources():
+    """The files among the sources; ids of data sets are downloaded by the job."""
+    sources = [*CONFIG.conversations.train, *CONFIG.conversations.evaluation.values()]
+    return [source.path for source in sources if source.path.endswith((".jsonl", ".parquet"))]
+
+
+rule collect_conversations:
+    """Normalises, de-duplicates and decontaminates the sources; deals rows to parts, holds validation rows out."""
+    input:
+        code("collect_conversations"),
+        sources=local_sources(),
+    output:
+        expand("<run>/conversations/{part}/shard-{shard}.parquet", part=[*PARTS, "val"], shard=SHARDS),
+        expand("<run>/conversations/eval/{suite}.parquet", suite=SUITES),
+        ledger="<run>/conversations/ledger.json",
+    log:
+        "<run>/logs/collect_conversations.log",
+    benchmark:
+        "<run>/benchmarks/collect_conversations.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        conversations=as_json(CONFIG.conversations),
+        scatter=as_json(CONFIG.scatter),
+    shell:
+        "bin/in-env python -m scripts.collect_conversations"
+        " --conversations {params.conversations:q}"
+        " --scatter {params.scatter:q}"
+        " --output $(dirname {output.ledger:q})"
+        " 2>&1 | tee {log:q}"
+
+
+rule regenerate_responses:
+    """The target answers the prompts of one part itself: one engine load, answers kept as token ids."""
+    input:
+        code("regenerate_responses"),
+        target_manifest(),
+        conversations=expand("<run>/conversations/{{part}}/shard-{shard}.parquet", shard=SHARDS),
+    output:
+        expand("<run>/responses/{{part}}/shard-{shard}.parquet", shard=SHARDS),
+    log:
+        "<run>/logs/regenerate_responses/{part}.log",
+    benchmark:
+        "<run>/benchmarks/regenerate_responses/{part}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: ALL_CORES
+    resources:
+        gpu=0,
+        batch_tokens=8192,
+        max_num_seqs=128,
+    params:
+        target=as_json(CONFIG.target),
+        responses=as_json(CONFIG.responses),
+        rows=as_json(CONFIG.rows),
+        max_rejected_fraction=CONFIG.conversations.max_rejected_fraction,
+        store=f"{RUN}/store",
+        shards=len(SHARDS),
+    shell:
+        "bin/in-env python -m scripts.regenerate_responses"
+        " --target {params.target:q}"
+        " --responses {params.responses:q}"
+        " --rows {params.rows:q}"
+        " --max-rejected-fraction {params.max_rejected_fraction}"
+        " --conversations $(dirname {input.conversations[0]:q})"
+        " --shards {params.shards}"
+        " --store {params.store:q}"
+        " --output $(dirname {output[0]:q})"
+        " --batch-tokens {resources.batch_tokens}"
+        " --max-num-seqs {resources.max_num_seqs}"
+        " 2>&1 | tee {log:q}"
+
+
+rule tokenize_conversations:
+    """Training rows: token ids with a loss mask on what the target said, and counts for the vocabulary."""
+    input:
+        code("tokenize_conversations"),
+        target_manifest(),
+        answered=answered_rows,
+    output:
+        expand("<run>/tokens/{{part}}/shard-{shard}.parquet", shard=SHARDS),
+        counts="<run>/tokens/{part}/counts.json",
+    log:
+        "<run>/logs/tokenize_conversations/{part}.log",
+    benchmark:
+        "<run>/benchmarks/tokenize_conversations/{part}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        target=as_json(CONFIG.target),
+        responses=as_json(CONFIG.responses),
+        rows=as_json(CONFIG.rows),
+        max_rejected_fraction=CONFIG.conversations.max_rejected_fraction,
+        shards=len(SHARDS),
+    shell:
+        "bin/in-env python -m scripts.tokenize_conversations"
+        " --target {params.target:q}"
+        " --responses {params.responses:q}"
+        " --rows {params.rows:q}"
+        " --max-rejected-fraction {params.max_rejected_fraction}"
+        " --input $(dirname {input.answered[0]:q})"
+        " --shards {params.shards}"
+        " --output $(dirname {output.counts:q})"
+        " 2>&1 | tee {log:q}"

@@ -1,0 +1,184 @@
+# The draft head: its vocabulary, its architecture, its training, the best checkpoint, the folder that vLLM serves.
+#
+# REQUIRED INPUTS   <run>/tokens/, <run>/hidden/, <run>/target/head.safetensors
+# OUTPUTS           <run>/vocab/, <run>/draft/config.json, <run>/checkpoints/, <run>/selected.json, <run>/export/
+
+
+rule build_vocab_mapping:
+    """The tokens that the draft can propose: the most frequent ones in what the target said, and all special ones."""
+    input:
+        code("build_vocab_mapping"),
+        target_manifest(),
+        tokens=expand("<run>/tokens/{part}/shard-{shard}.parquet", part=[*PARTS, "val"], shard=SHARDS),
+        counts=expand("<run>/tokens/{part}/counts.json", part=[*PARTS, "val"]),
+    output:
+        d2t="<run>/vocab/d2t.npy",
+        t2d="<run>/vocab/t2d.npy",
+        coverage="<run>/vocab/coverage.json",
+    log:
+        "<run>/logs/build_vocab_mapping.log",
+    benchmark:
+        "<run>/benchmarks/build_vocab_mapping.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        target=as_json(CONFIG.target),
+        vocabulary=as_json(CONFIG.vocabulary),
+        tokens=f"{RUN}/tokens",
+        parts=len(PARTS),
+        shards=len(SHARDS),
+    shell:
+        "bin/in-env python -m scripts.build_vocab_mapping"
+        " --target {params.target:q}"
+        " --vocabulary {params.vocabulary:q}"
+        " --tokens {params.tokens:q}"
+        " --parts {params.parts}"
+        " --shards {params.shards}"
+        " --output $(dirname {output.coverage:q})"
+        " 2>&1 | tee {log:q}"
+
+
+rule draft_config:
+    """The draft's architecture: what the config asks for, and what must agree with the target."""
+    input:
+        code("draft_config"),
+        target_manifest(),
+    output:
+        "<run>/draft/config.json",
+    log:
+        "<run>/logs/draft_config.log",
+    benchmark:
+        "<run>/benchmarks/draft_config.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        target=as_json(CONFIG.target),
+        draft=as_json(CONFIG.draft),
+        vocabulary=as_json(CONFIG.vocabulary),
+        ttt_steps=CONFIG.training.ttt_steps,
+    shell:
+        "bin/in-env python -m scripts.draft_config"
+        " --target {params.target:q}"
+        " --draft {params.draft:q}"
+        " --vocabulary {params.vocabulary:q}"
+        " --ttt-steps {params.ttt_steps}"
+        " --output {output:q}"
+        " 2>&1 | tee {log:q}"
+
+
+rule train_draft:
+    """One pass over the training rows; segment k continues from segment k - 1. The weights lie beside the record."""
+    input:
+        code("train_draft"),
+        previous_segment,
+        draft="<run>/draft/config.json",
+        head=ancient("<run>/target/head.safetensors"),
+        vocabulary=["<run>/vocab/d2t.npy", "<run>/vocab/t2d.npy"],
+        hidden=expand("<run>/hidden/{part}/shard-{shard}.pt", part=[*PARTS, "val"], shard=SHARDS),
+    output:
+        "<run>/checkpoints/{segment}.json",
+    log:
+        "<run>/logs/train_draft/{segment}.log",
+    benchmark:
+        "<run>/benchmarks/train_draft/{segment}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: ALL_CORES
+    resources:
+        gpu=0,
+    params:
+        target=as_json(CONFIG.target),
+        training=as_json(CONFIG.training),
+        vocabulary=f"{RUN}/vocab",
+        hidden=f"{RUN}/hidden",
+        metrics=f"{RUN}/metrics",
+        parts=len(PARTS),
+        shards=len(SHARDS),
+    shell:
+        "bin/in-env python -m scripts.train_draft"
+        " --target {params.target:q}"
+        " --training {params.training:q}"
+        " --draft-config {input.draft:q}"
+        " --head {input.head:q}"
+        " --vocab {params.vocabulary:q}"
+        " --hidden {params.hidden:q}"
+        " --parts {params.parts}"
+        " --shards {params.shards}"
+        " --segment {wildcards.segment}"
+        " --checkpoints $(dirname {output:q})"
+        " --metrics {params.metrics:q}"
+        " 2>&1 | tee {log:q}"
+
+
+rule select_checkpoint:
+    """The checkpoint with the best simulated acceptance length on validation rows; the lowest loss is not the aim."""
+    input:
+        code("select_checkpoint"),
+        checkpoints=expand("<run>/checkpoints/{segment}.json", segment=SEGMENTS),
+        draft="<run>/draft/config.json",
+        head=ancient("<run>/target/head.safetensors"),
+        vocabulary=["<run>/vocab/d2t.npy", "<run>/vocab/t2d.npy"],
+        hidden=expand("<run>/hidden/val/shard-{shard}.pt", shard=SHARDS),
+    output:
+        "<run>/selected.json",
+    log:
+        "<run>/logs/select_checkpoint.log",
+    benchmark:
+        "<run>/benchmarks/select_checkpoint.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: ALL_CORES
+    resources:
+        gpu=0,
+    params:
+        target=as_json(CONFIG.target),
+        speculative_tokens=CONFIG.evaluation.methods["eagle3"].num_speculative_tokens,
+        vocabulary=f"{RUN}/vocab",
+        segments=len(SEGMENTS),
+        shards=len(SHARDS),
+    shell:
+        "bin/in-env python -m scripts.select_checkpoint"
+        " --target {params.target:q}"
+        " --checkpoints $(dirname {input.checkpoints[0]:q})"
+        " --segments {params.segments}"
+        " --draft-config {input.draft:q}"
+        " --head {input.head:q}"
+        " --vocab {params.vocabulary:q}"
+        " --hidden $(dirname {input.hidden[0]:q})"
+        " --shards {params.shards}"
+        " --speculative-tokens {params.speculative_tokens}"
+        " --output {output:q}"
+        " 2>&1 | tee {log:q}"
+
+
+rule export_draft:
+    """The folder that `vllm serve --speculative-config` takes, checked tensor by tensor, with a model card."""
+    input:
+        code("export_draft"),
+        target_manifest(),
+        selected="<run>/selected.json",
+        draft="<run>/draft/config.json",
+        head=ancient("<run>/target/head.safetensors"),
+        vocabulary=["<run>/vocab/d2t.npy", "<run>/vocab/t2d.npy"],
+    output:
+        "<run>/export/manifest.json",
+    log:
+        "<run>/logs/export_draft.log",
+    benchmark:
+        "<run>/benchmarks/export_draft.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        target=as_json(CONFIG.target),
+        checkpoints=f"{RUN}/checkpoints",
+        vocabulary=f"{RUN}/vocab",
+    shell:
+        "bin/in-env python -m scripts.export_draft"
+        " --target {params.target:q}"
+        " --selected {input.selected:q}"
+        " --checkpoints {params.checkpoints:q}"
+        " --draft-config {input.draft:q}"
+        " --head {input.head:q}"
+        " --vocab {params.vocabulary:q}"
+        " --output $(dirname {output:q})"
+        " 2>&1 | tee {log:q}"

@@ -1,0 +1,179 @@
+# What the head is worth: served against the baseline, simulated against served, one report, one gate.
+#
+# REQUIRED INPUTS   <run>/conversations/eval/, <run>/export/, the target
+# OUTPUTS           <run>/evaluation/, <run>/report.html
+
+
+def exported_head(wildcards):
+    """The run's own export, for a method that decodes with it."""
+    method = CONFIG.evaluation.methods[wildcards.method]
+    return [f"{RUN}/export/manifest.json"] if method.kind == "eagle3" and method.model is None else []
+
+
+def baseline_results(wildcards):
+    """What the other methods' outputs are compared with."""
+    if CONFIG.evaluation.methods[wildcards.method].kind == "baseline":
+        return []
+    return [f"{RUN}/evaluation/baseline/{suite}.json" for suite in SUITES]
+
+
+rule evaluate_method:
+    """Every suite decoded by one method with the real engine: outputs, acceptance, tokens per second."""
+    input:
+        code("evaluate_method"),
+        target_manifest(),
+        exported_head,
+        baseline=baseline_results,
+        suites=expand("<run>/conversations/eval/{suite}.parquet", suite=SUITES),
+    output:
+        expand("<run>/evaluation/{{method}}/{suite}.json", suite=SUITES),
+    wildcard_constraints:
+        method="|".join(METHODS),
+    log:
+        "<run>/logs/evaluate_method/{method}.log",
+    benchmark:
+        "<run>/benchmarks/evaluate_method/{method}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: ALL_CORES
+    resources:
+        gpu=0,
+        batch_tokens=4096,
+    params:
+        target=as_json(CONFIG.target),
+        evaluation=as_json(CONFIG.evaluation),
+        export=f"{RUN}/export",
+        baseline=lambda wildcards, input: f"--baseline {RUN}/evaluation/baseline" if input.baseline else "",
+        store=f"{RUN}/store",
+        suites=SUITES,
+    shell:
+        "bin/in-env python -m scripts.evaluate_method"
+        " --target {params.target:q}"
+        " --evaluation {params.evaluation:q}"
+        " --method {wildcards.method}"
+        " --export {params.export:q}"
+        " {params.baseline}"
+        " --conversations $(dirname {input.suites[0]:q})"
+        " --suites {params.suites}"
+        " --store {params.store:q}"
+        " --output $(dirname {output[0]:q})"
+        " --batch-tokens {resources.batch_tokens}"
+        " 2>&1 | tee {log:q}"
+
+
+rule simulate_acceptance:
+    """The exported draft teacher-forced over the baseline's answers and walked as the server walks."""
+    input:
+        code("simulate_acceptance"),
+        target_manifest(),
+        export="<run>/export/manifest.json",
+        baseline=expand("<run>/evaluation/baseline/{suite}.json", suite=SUITES),
+    output:
+        expand("<run>/evaluation/simulated/{suite}.json", suite=SUITES),
+    log:
+        "<run>/logs/simulate_acceptance.log",
+    benchmark:
+        "<run>/benchmarks/simulate_acceptance.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: ALL_CORES
+    resources:
+        gpu=0,
+        batch_tokens=4096,
+        max_num_seqs=128,
+    params:
+        target=as_json(CONFIG.target),
+        evaluation=as_json(CONFIG.evaluation),
+        suites=SUITES,
+    shell:
+        "bin/in-env python -m scripts.simulate_acceptance"
+        " --target {params.target:q}"
+        " --evaluation {params.evaluation:q}"
+        " --export $(dirname {input.export:q})"
+        " --baseline $(dirname {input.baseline[0]:q})"
+        " --suites {params.suites}"
+        " --output $(dirname {output[0]:q})"
+        " --batch-tokens {resources.batch_tokens}"
+        " --max-num-seqs {resources.max_num_seqs}"
+        " 2>&1 | tee {log:q}"
+
+
+rule compare_methods:
+    """One summary of all methods and suites, and the plots."""
+    input:
+        code("compare_methods"),
+        methods=expand("<run>/evaluation/{method}/{suite}.json", method=METHODS, suite=SUITES),
+        simulated=expand("<run>/evaluation/simulated/{suite}.json", suite=SUITES),
+        checkpoints=expand("<run>/checkpoints/{segment}.json", segment=SEGMENTS),
+        coverage="<run>/vocab/coverage.json",
+        selected="<run>/selected.json",
+    output:
+        expand("<run>/evaluation/summary.{format}", format=["json", "csv", "md"]),
+        expand("<run>/evaluation/plots/{plot}.svg", plot=PLOTS),
+    log:
+        "<run>/logs/compare_methods.log",
+    benchmark:
+        "<run>/benchmarks/compare_methods.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        evaluation=as_json(CONFIG.evaluation),
+        run=RUN,
+        suites=SUITES,
+        segments=len(SEGMENTS),
+    shell:
+        "bin/in-env python -m scripts.compare_methods"
+        " --evaluation {params.evaluation:q}"
+        " --run {params.run:q}"
+        " --suites {params.suites}"
+        " --segments {params.segments}"
+        " 2>&1 | tee {log:q}"
+
+
+rule report:
+    """The run as one self-contained page: what was made, from what, how well it works, what it does not show."""
+    input:
+        code("report"),
+        "scripts/eagle3/report_template.html.j2",
+        summary="<run>/evaluation/summary.json",
+        plots=expand("<run>/evaluation/plots/{plot}.svg", plot=PLOTS),
+    output:
+        "<run>/report.html",
+    log:
+        "<run>/logs/report.log",
+    benchmark:
+        "<run>/benchmarks/report.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        config=as_json(CONFIG),
+        run=RUN,
+    shell:
+        "bin/in-env python -m scripts.report"
+        " --config {params.config:q}"
+        " --run {params.run:q}"
+        " --output {output:q}"
+        " 2>&1 | tee {log:q}"
+
+
+rule check_gate:
+    """Fails when the summary misses what the config asks for. It runs last, so that a miss destroys nothing."""
+    input:
+        code("check_gate"),
+        summary="<run>/evaluation/summary.json",
+        report="<run>/report.html",
+    output:
+        touch("<run>/gate.passed"),
+    log:
+        "<run>/logs/check_gate.log",
+    benchmark:
+        "<run>/benchmarks/check_gate.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        gate=as_json(CONFIG.gate),
+    shell:
+        "bin/in-env python -m scripts.check_gate"
+        " --summary {input.summary:q}"
+        " --gate {params.gate:q}"
+        " 2>&1 | tee {log:q}"

@@ -1,0 +1,40 @@
+# The target reads every training row once, and its hidden states are kept.
+#
+# REQUIRED INPUTS   <run>/tokens/{part}/, the target
+# OUTPUTS           <run>/hidden/{part}/shard-{shard}.pt and manifest.json
+
+
+rule extract_hidden_states:
+    """Auxiliary and final states of all rows of one part: one engine load, proven aligned before any bulk work."""
+    input:
+        code("extract_hidden_states"),
+        target_manifest(),
+        tokens=expand("<run>/tokens/{{part}}/shard-{shard}.parquet", shard=SHARDS),
+    output:
+        expand("<run>/hidden/{{part}}/shard-{shard}.pt", shard=SHARDS),
+        manifest="<run>/hidden/{part}/manifest.json",
+    log:
+        "<run>/logs/extract_hidden_states/{part}.log",
+    benchmark:
+        "<run>/benchmarks/extract_hidden_states/{part}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: ALL_CORES
+    resources:
+        gpu=0,
+        batch_tokens=4096,
+        max_num_seqs=128,
+    params:
+        target=as_json(CONFIG.target),
+        store=STATES_STORE,
+        shards=len(SHARDS),
+    shell:
+        "bin/in-env python -m scripts.extract_hidden_states"
+        " --target {params.target:q}"
+        " --tokens $(dirname {input.tokens[0]:q})"
+        " --shards {params.shards}"
+        " --store {params.store:q}"
+        " --output $(dirname {output.manifest:q})"
+        " --batch-tokens {resources.batch_tokens}"
+        " --max-num-seqs {resources.max_num_seqs}"
+        " 2>&1 | tee {log:q}"

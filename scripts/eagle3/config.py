@@ -1,0 +1,232 @@
+"""The configuration as typed models: one definition for the JSON schema, the check before the DAG, and the stages' options.
+
+In: the merged YAML. Out: `Config`, defaults filled, or a StageError that names the key. A section travels to its stage as
+JSON (`--draft '{"num_hidden_layers": 1, ...}'`), so that Snakemake reruns what depends on it when it changes.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from scripts.eagle3.errors import StageError
+from scripts.eagle3.layers import check_aux_layer_ids, default_aux_layer_ids
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Target(Section):
+    """The served model that the draft head accelerates."""
+
+    path: str = Field(description="Folder with the target's config.json, weights and tokenizer, or a hub id.")
+    revision: str | None = Field(None, description="Commit, for a hub id.")
+    num_hidden_layers: int = Field(ge=2, description="Decoder layers n; compared with the target's config.json.")
+    aux_layer_ids: list[int] = Field(
+        default_factory=list,
+        description="Auxiliary states k (after k layers), ascending, 1 <= k < n. Empty means 2, n // 2, n - 3.",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="What the engine computes in; float32 is for CPUs.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the target. Off unless you read it.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_aux_layer_ids(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("aux_layer_ids") and isinstance(values.get("num_hidden_layers"), int):
+            values = {**values, "aux_layer_ids": default_aux_layer_ids(values["num_hidden_layers"])}
+        return values
+
+    @model_validator(mode="after")
+    def _check_aux_layer_ids(self) -> "Target":
+        check_aux_layer_ids(self.aux_layer_ids, self.num_hidden_layers)
+        return self
+
+
+class Source(Section):
+    """Where conversations come from: rows with `messages` (role, content) or ShareGPT `conversations` (from, value)."""
+
+    path: str = Field(description="A .jsonl or .parquet file, a folder or id that `datasets.load_dataset` takes.")
+    split: str = Field("train", description="Split, for a `datasets` id or folder.")
+    revision: str | None = Field(None, description="Commit, for a `datasets` id.")
+    limit: int | None = Field(None, ge=1, description="Take only the first rows.")
+
+
+class Conversations(Section):
+    """Prompts for training and evaluation."""
+
+    train: list[Source] = Field(min_length=1, description="Sources of training conversations, in order.")
+    evaluation: dict[Name, Source] = Field(min_length=1, description="Evaluation suites: name -> source; kept out of training.")
+    validation_fraction: Fraction = Field(
+        0.1, description="Share of the training conversations that is held out for validation."
+    )
+    decontamination_overlap: Fraction = Field(
+        0.5,
+        description="A training conversation is dropped when it holds at least this share of an evaluation prompt's 5-grams.",
+    )
+    max_rejected_fraction: Fraction = Field(0.001, description="Share of malformed rows above which a stage fails.")
+
+
+class Regeneration(Section):
+    """How the target answers the training prompts itself."""
+
+    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
+    max_tokens: int = Field(2048, ge=1, description="Longest answer of one turn, in tokens.")
+    seed: int = Field(0, description="Sampling seed of the run; each request derives its own.")
+
+
+class Parts(Section):
+    """How rows are dealt: engine loads, and files per load."""
+
+    parts: int = Field(1, ge=1, description="Engine loads of the extraction, hence nodes that can work at once.")
+    shards_per_part: int = Field(1, ge=1, description="Files of one part.")
+
+
+class Rows(Section):
+    """Training rows."""
+
+    max_length: int = Field(4096, ge=16, description="Longest row in tokens; longer ones are cut and counted.")
+
+
+class Vocabulary(Section):
+    """The draft's vocabulary."""
+
+    draft_vocab_size: int = Field(32000, ge=1, description="Tokens that the draft can propose.")
+    min_coverage: Fraction = Field(0.95, description="Share of loss-masked validation tokens that must be in it.")
+
+
+class Draft(Section):
+    """Architecture of the draft head (Llama decoder); null means: as the target has it."""
+
+    num_hidden_layers: int = Field(1, ge=1, le=4, description="Decoder layers of the draft.")
+    num_attention_heads: int | None = Field(None, ge=1, description="Query heads.")
+    num_key_value_heads: int | None = Field(None, ge=1, description="Key and value heads.")
+    head_dim: int | None = Field(None, ge=2, description="Width of a head.")
+    intermediate_size: int | None = Field(None, ge=1, description="Width of the MLP.")
+    norm_before_residual: bool = Field(True, description="The first layer's residual is the normed auxiliary projection.")
+    norm_before_fc: bool = Field(False, description="RMSNorm over the concatenated auxiliary states before `fc`.")
+    norm_output: bool = Field(False, description="Feed the normed output back (EAGLE-3.1); vLLM 0.22 ignores it.")
+
+
+class Training(Section):
+    """The training run."""
+
+    segments: int = Field(3, ge=1, description="Passes over the parts; each ends in a checkpoint.")
+    ttt_steps: int = Field(3, ge=1, description="Training-time test steps: how often the draft sees its own states.")
+    step_loss_decay: float = Field(1.0, gt=0, le=1, description="Weight of TTT step i is this to the power i.")
+    loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = Field("kl_div", description="Loss of speculators.")
+    learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate of AdamW.")
+    schedule: Literal["linear", "cosine", "constant"] = Field("linear", description="After the warm-up.")
+    warmup_fraction: Fraction = Field(0.04, description="Share of all optimiser steps with a rising learning rate.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
+    batch_tokens: int = Field(8192, ge=16, description="Tokens of one packed sequence: one micro-batch.")
+    gradient_accumulation: int = Field(1, ge=1, description="Micro-batches per optimiser step.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="What the draft computes in; masters are float32.")
+    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage.")
+    seed: int = Field(0, description="Order of rows and initial weights.")
+    loggers: list[Literal["tensorboard", "wandb"]] = Field(
+        default=["tensorboard"], description="Besides the JSON lines, which are always written."
+    )
+
+
+class Method(Section):
+    """One way to decode, measured on every evaluation suite."""
+
+    kind: Literal["baseline", "eagle3", "ngram"] = Field(description="baseline: no drafting; ngram: prompt lookup.")
+    num_speculative_tokens: int = Field(3, ge=1, description="K: tokens drafted per step.")
+    model: str | None = Field(None, description="eagle3: a third-party head's folder; null is this run's export.")
+    prompt_lookup_min: int = Field(2, ge=1, description="ngram: shortest match.")
+    prompt_lookup_max: int = Field(4, ge=1, description="ngram: longest match.")
+
+
+class Evaluation(Section):
+    """How methods are measured."""
+
+    methods: dict[Name, Method] = Field(
+        default_factory=lambda: {
+            "baseline": Method(kind="baseline"),
+            "eagle3": Method(kind="eagle3"),
+            "ngram": Method(kind="ngram"),
+        },
+        description="Name -> method; `baseline` and `eagle3` must be there.",
+    )
+    max_tokens: int = Field(256, ge=1, description="New tokens per turn.")
+    temperature: float = Field(0.0, ge=0, le=0, description="Greedy: outputs are compared token by token.")
+    max_num_seqs: int = Field(16, ge=1, description="Requests that run together.")
+    tie_logit_margin: float = Field(1e-4, ge=0, description="Outputs may differ where the two best logits are this close.")
+
+    @model_validator(mode="after")
+    def _check_methods(self) -> "Evaluation":
+        for name in ("baseline", "eagle3"):
+            if name not in self.methods or self.methods[name].kind != name:
+                raise ValueError(f"needs a method named {name} of kind {name}")
+        return self
+
+
+class Gate(Section):
+    """What the summary must show; `check_gate` fails otherwise. Null switches a check off."""
+
+    min_acceptance_length: float | None = Field(
+        None, ge=1, description="Acceptance length of eagle3, over all suites together."
+    )
+    max_simulated_difference: float | None = Field(0.02, ge=0, description="Between simulated and served acceptance length.")
+    max_position_difference: float | None = Field(
+        0.01, ge=0, description="Between simulated and served acceptance at each position."
+    )
+    max_drafts_difference: Fraction | None = Field(
+        0.01, description="Between simulated and served number of drafts, as a share of the served."
+    )
+    identical_outputs: bool = Field(True, description="Every output equals the baseline's, ties excepted.")
+
+
+class Storage(Section):
+    """Where bulk data lies."""
+
+    hidden_states: str | None = Field(None, description="Folder for states and their store; null is the run's own folder.")
+
+
+class Config(Section):
+    """The whole configuration of one run."""
+
+    run: Name = Field(description="Name of the run: its results lie in results/{run}/.")
+    target: Target
+    conversations: Conversations
+    responses: Regeneration | Literal["given"] = Field(
+        default_factory=Regeneration, description="How the target answers, or `given`: keep the data set's answers."
+    )
+    rows: Rows = Field(default_factory=Rows)
+    scatter: Parts = Field(default_factory=Parts)
+    vocabulary: Vocabulary = Field(default_factory=Vocabulary)
+    draft: Draft = Field(default_factory=Draft)
+    training: Training = Field(default_factory=Training)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    gate: Gate = Field(default_factory=Gate)
+    storage: Storage = Field(default_factory=Storage)
+
+
+def load_config(values: dict[str, Any]) -> Config:
+    """Checks the merged YAML; raises StageError with one line per wrong key, its dotted name first."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise StageError("config: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"]) or "(whole file)"
+    if item["type"] == "extra_forbidden":
+        return f"{key}: unknown key; see docs/configuration.md for the known ones"
+    if item["type"] == "missing":
+        return f"{key}: missing"
+    return f"{key}: {item['msg']}, found {item['input']!r}"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of the configuration (config/schema.json holds it; a test compares the two)."""
+    return Config.model_json_schema()

@@ -1,0 +1,141 @@
+"""DeepSpeed around the draft: process group, engine, whole weights, and the state that the next segment resumes from.
+
+In: the training modules and the `training:` section. Out: an engine whose step is AdamW on float32 masters, sharded as
+`zero_stage` says. One process needs no launcher; several come from one (torchrun) with its usual variables.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from scripts.eagle3.config import Training
+from scripts.eagle3.errors import StageError
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+# folder of the resume state in a checkpoint, and DeepSpeed's tag below it
+STATE = "deepspeed"
+TAG = "state"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def processes() -> int:
+    """How many processes the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_settings(settings: Training) -> None:
+    """StageError where DeepSpeed would not train as the settings say."""
+    if settings.dtype == "bfloat16" and not settings.zero_stage:
+        raise StageError(
+            "training.zero_stage is 0: with training.dtype bfloat16 DeepSpeed keeps no float32 masters then; expected 1, 2 or 3"
+        )
+    if settings.gradient_accumulation % processes():
+        raise StageError(
+            f"training.gradient_accumulation is {settings.gradient_accumulation}: expected a multiple of "
+            f"{processes()}, the processes that share the micro-batches of one step; set it, or grant other GPUs"
+        )
+
+
+def start_process_group() -> torch.device:
+    """Joins the launcher's process group, or makes one of this process alone; returns this process's device."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return device
+    backend = "nccl" if cuda else "gloo"
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+        return device
+    # alone: no port that somebody else could take, no host name to look up
+    if not cuda:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    return device
+
+
+def start_engine(model: torch.nn.Module, settings: Training) -> "DeepSpeedEngine":
+    """A DeepSpeed engine that trains every parameter of `model`, which is loaded already (never under `zero.Init`)."""
+    # nothing is compiled at run time, and an accelerator that is named is not searched for
+    os.environ.setdefault("DS_BUILD_OPS", "0")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed
+
+    # DeepSpeed 0.19.8 compiles a shared-memory all-reduce at the start of every CPU process; gloo has one
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    config = engine_config(settings)
+    with contextlib.redirect_stdout(io.StringIO()):  # its optimisers print tables of memory
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, optimizer=optimizer, config=config)
+    return engine
+
+
+def engine_config(settings: Training) -> dict[str, Any]:
+    """DeepSpeed's configuration. Learning rate and accumulation boundaries are the loop's business."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": settings.gradient_accumulation // processes(),
+        "gradient_clipping": settings.max_grad_norm,
+        "zero_optimization": {"stage": settings.zero_stage},
+        "bf16": {"enabled": settings.dtype == "bfloat16"},
+        "steps_per_print": 10**9,
+    }
+    if settings.dtype == "bfloat16":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def set_learning_rate(engine: "DeepSpeedEngine", learning_rate: float) -> None:
+    """For the next optimiser step."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def step_optimizer(engine: "DeepSpeedEngine") -> float:
+    """Clips, steps and clears the gradients; returns their norm before clipping, infinite where no step was made."""
+    norm = None
+    if not engine.zero_optimization():  # DeepSpeed clips there without telling the norm
+        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+    engine.step()
+    if not engine.was_step_applied():
+        return float("inf")
+    return float(engine.get_global_grad_norm() if norm is None else norm)
+
+
+def full_weights(engine: "DeepSpeedEngine") -> dict[str, torch.Tensor]:
+    """Name -> whole float32 master weight on the CPU; all ranks must call it."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        master = safe_get_full_fp32_param(parameter)
+        weights[name] = (parameter if master is None else master).detach().to("cpu", torch.float32, copy=True)
+    return weights
+
+
+def save_state(engine: "DeepSpeedEngine", checkpoint: Path, position: dict[str, Any]) -> None:
+    """Writes masters, optimiser state and `position` below `checkpoint`/deepspeed; all ranks must call it."""
+    engine.save_checkpoint(str(checkpoint / STATE), tag=TAG, client_state={"position": position}, save_latest=False)
+
+
+def load_state(engine: "DeepSpeedEngine", checkpoint: Path) -> dict[str, Any]:
+    """Restores what `save_state` wrote; returns its position."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        path, client_state = engine.load_checkpoint(str(checkpoint / STATE), tag=TAG)
+    if path is None:
+        raise StageError(f"{checkpoint / STATE}: DeepSpeed finds no state here; train this segment again")
+    return client_state["position"]

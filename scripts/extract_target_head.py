@@ -1,0 +1,123 @@
+"""Takes the target's embedding, final norm and head out of its checkpoint: all that the draft shares with the target.
+
+In: the target's folder; only the files that hold the three tensors are opened. Out: target/head.safetensors with
+`embed_tokens.weight` [vocabulary, hidden], `norm.weight` [hidden] and `lm_head.weight` [vocabulary, hidden] in the
+checkpoint's dtype; the metadata carries the provenance and the norm's epsilon.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.eagle3.config import Target
+from scripts.eagle3.errors import StageError, expect
+from scripts.eagle3.files import read_json, write_atomically
+from scripts.eagle3.stage import run_stage, section
+from scripts.eagle3.target import (
+    EMBEDDING_NAMES,
+    HEAD_NAMES,
+    NORM_NAMES,
+    fingerprint,
+    read_tensor,
+    resolve_folder,
+    text_config,
+)
+
+# families whose final norm multiplies by 1 + weight (transformers 5.19 and vLLM 0.32 agree on them)
+GEMMA_STYLE_NORM = ("gemma", "recurrent_gemma", "vaultgemma", "t5gemma", "qwen3_next", "qwen3_5", "step3p5", "step3p7")
+PLAIN_NORM = ("gemma3n", "gemma4")  # of the same name, yet without the 1
+# config keys that scale or bend the logits, or the state in front of the head, and their neutral values
+LOGIT_CHANGES = {
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "logits_soft_cap": None,
+    "dim_model_base": None,
+    "use_gemma_norm": False,
+}
+
+
+def run(target: Target, output: Path) -> None:
+    """Writes the three tensors; StageError where the head is not `lm_head(RMSNorm(state))`, or sizes disagree."""
+    text = text_config(target)
+    check_plain_head(text, resolve_folder(target) / "config.json")
+    tensors = read_head_tensors(target, text)
+
+    from safetensors.torch import save_file
+
+    metadata = {
+        "provenance": json.dumps({"target": fingerprint(target)}, sort_keys=True),
+        "rms_norm_eps": repr(text["rms_norm_eps"]),
+    }
+    write_atomically(output, lambda unfinished: save_file(tensors, unfinished, metadata))
+
+
+def check_plain_head(text: Mapping[str, Any], where: Path) -> None:
+    """Refuses, by name, targets whose logits are not a plain RMSNorm and a linear head."""
+    model_type = str(text.get("model_type", ""))
+    if model_type.startswith(GEMMA_STYLE_NORM) and not model_type.startswith(PLAIN_NORM):
+        raise StageError(
+            f"{where}: model_type {model_type} has a final norm that multiplies by 1 + weight; expected a plain RMSNorm"
+            "; this family is not supported as a target"
+        )
+    if text.get("rms_norm_eps") is None:
+        raise StageError(f"{where}: no rms_norm_eps; expected a final RMSNorm; {model_type or 'this family'} is not supported")
+    for key, neutral in LOGIT_CHANGES.items():
+        found = text.get(key, neutral)
+        if found is not None and found != neutral:
+            raise StageError(
+                f"{where}: {key} is {found}, which changes the logits; expected {neutral}; not supported as a target"
+            )
+
+
+def read_head_tensors(target: Target, text: Mapping[str, Any]) -> dict[str, Any]:
+    """The three tensors; a tied head is a copy of the embedding."""
+    folder = resolve_folder(target)
+    embedding = _require(read_tensor(target, EMBEDDING_NAMES), EMBEDDING_NAMES, folder)
+    norm = _require(read_tensor(target, NORM_NAMES), NORM_NAMES, folder)
+    tied = text.get("tie_word_embeddings", read_json(folder / "config.json").get("tie_word_embeddings"))
+    head = None if tied else read_tensor(target, HEAD_NAMES)
+    if head is None:
+        if tied is False:
+            _require(None, HEAD_NAMES, folder)
+        head = embedding.clone()
+    biases = tuple(name.replace(".weight", ".bias") for name in (*HEAD_NAMES, *NORM_NAMES))
+    if read_tensor(target, biases) is not None:
+        raise StageError(f"{folder}: the head or the final norm has a bias; expected none; not supported as a target")
+    hidden, vocabulary = text["hidden_size"], text["vocab_size"]
+    tensors = {"embed_tokens.weight": embedding, "norm.weight": norm, "lm_head.weight": head}
+    for name, shape in zip(tensors, ([vocabulary, hidden], [hidden], [vocabulary, hidden]), strict=True):
+        tensor = tensors[name]
+        expect(
+            shape,
+            list(tensor.shape),
+            f"{folder}: {name}",
+            "config.json and the weights disagree; fetch the target again",
+        )
+        if tensor.element_size() < 2 or not tensor.is_floating_point():
+            raise StageError(f"{folder}: {name} is stored as {tensor.dtype}; expected an unquantised tensor of 16 or 32 bits")
+        if not tensor.isfinite().all():
+            raise StageError(f"{folder}: {name} holds values that are not finite; the file is damaged: fetch the target again")
+    return tensors
+
+
+def _require(tensor: Any | None, names: Sequence[str], folder: Path) -> Any:
+    if tensor is None:
+        raise StageError(f"{folder}: no tensor {' or '.join(names)}; expected in the target's safetensors files")
+    return tensor
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: see --help."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=section(Target), required=True, help="section `target:` as JSON")
+    parser.add_argument("--output", type=Path, required=True, help="target/head.safetensors")
+    options = parser.parse_args(argv)
+    run(options.target, options.output)
+
+
+if __name__ == "__main__":
+    run_stage(main)

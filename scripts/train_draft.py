@@ -1,0 +1,225 @@
+"""Trains the draft for one segment: one pass over the training rows, from scratch or from where the last segment ended.
+
+In: hidden/part-*/ and hidden/val/, the draft's config, the target's head, the vocabulary map,
+checkpoints/{segment - 1}/. Out: checkpoints/{segment}/ with model.safetensors (trained weights, float32) and deepspeed/
+(what the next segment resumes from), then checkpoints/{segment}.json: `segment`, `step`, `folder`, `weights_sha256`,
+`state_sha256`, `metrics`, `rows`, `engine`, `provenance`. An interrupted segment leaves neither and starts over.
+"""
+
+import argparse
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from scripts.eagle3.config import Target, Training
+from scripts.eagle3.draft_files import WEIGHTS, DraftFiles
+from scripts.eagle3.errors import StageError, expect
+from scripts.eagle3.files import read_json, require_free_space, sha256_file, sha256_json, sync, write_json
+from scripts.eagle3.layers import captured_layer_ids
+from scripts.eagle3.provenance import PROVENANCE_KEY, check_provenance
+from scripts.eagle3.stage import run_stage, section
+
+if TYPE_CHECKING:
+    import torch
+    from deepspeed import DeepSpeedEngine
+
+    from scripts.eagle3.packing import TrainingRows
+
+# settings that change where and how training runs, not what is learnt
+NOT_SCIENCE = {"loggers", "zero_stage"}
+# a checkpoint's float32 copies of each weight: the weights; and in the resume state weights, masters, two moments
+COPIES = 5
+
+
+class Inputs(NamedTuple):
+    """What a segment is trained from: the draft's files, the folder of the states, its parts and shards per part."""
+
+    files: DraftFiles
+    hidden: Path
+    parts: int
+    shards: int
+
+
+class Data(NamedTuple):
+    """Training and validation rows, and what everything was made from."""
+
+    train: "TrainingRows"
+    validation: "TrainingRows"
+    provenance: dict[str, Any]
+
+
+def run(target: Target, settings: Training, inputs: Inputs, number: int, checkpoints: Path, metrics: Path) -> None:
+    """Trains segment `number` and writes its checkpoint; inputs are checked before a model is built."""
+    from scripts.eagle3 import training, zero
+    from scripts.eagle3.metrics import MetricsLog
+
+    if not 0 <= number < settings.segments:
+        raise StageError(f"--segment {number}: expected 0 to {settings.segments - 1}, as training.segments says")
+    zero.check_settings(settings)
+    data = read_data(target, settings, inputs)
+    resumable = {"zero_stage": settings.zero_stage, "processes": zero.processes()}
+    previous = check_previous(checkpoints, number, data.provenance, resumable) if number else None
+    segment = training.plan_segment(data.train, settings, number)
+
+    engine = start_draft(inputs.files, settings, zero.start_process_group())
+    size = COPIES * 4 * sum(parameter.numel() for parameter in engine.module.parameters())
+    require_free_space(checkpoints, size, "a checkpoint")
+    if previous is not None:
+        position = zero.load_state(engine, previous)
+        expect(segment.first_step, position["step"], f"{previous}: step", "train that segment again")
+    leader = engine.global_rank == 0
+    log = MetricsLog(metrics, number, segment.first_step, settings.loggers, settings.model_dump()) if leader else None
+    with log or nullcontext():
+        trained = training.train_segment(engine, data.train, segment, settings, log)
+        validated = training.validate(engine, data.validation, settings)
+        step = segment.first_step + len(segment.steps)
+        if log is not None:
+            log.write({"step": step - 1, "segment": number, **validated}, "validation")
+    unfinished = write_unfinished(engine, checkpoints, {"segment": number, "step": step})
+    if leader:
+        record = {
+            "segment": number,
+            "step": step,
+            "total_steps": segment.total_steps,
+            "folder": str(number),
+            "metrics": {"train": trained, "validation": validated},
+            "rows": {"train": data.train.counts(), "validation": data.validation.counts()},
+            "engine": resumable,
+            "provenance": data.provenance,
+        }
+        finish(unfinished, checkpoints, record)
+    engine.destroy()
+
+
+def read_data(target: Target, settings: Training, inputs: Inputs) -> Data:
+    """Opens every shard and compares origins; no state is read yet."""
+    from scripts.eagle3.draft import provenance_of
+    from scripts.eagle3.packing import TrainingRows, open_shards
+
+    config_path = inputs.files.config
+    config = read_json(config_path)
+    layer_ids = captured_layer_ids(target.aux_layer_ids, target.num_hidden_layers)
+    found = config.get("eagle_aux_hidden_state_layer_ids")
+    where = f"{config_path}: eagle_aux_hidden_state_layer_ids"
+    expect(layer_ids[:-1], found, where, "remake it with draft_config, or mend target.aux_layer_ids")
+
+    def paths(part: str) -> list[Path]:
+        return [inputs.hidden / part / f"shard-{shard}.pt" for shard in range(inputs.shards)]
+
+    train = open_shards([path for part in range(inputs.parts) for path in paths(f"part-{part}")], layer_ids)
+    validation = open_shards(paths("val"), layer_ids, train[0])
+    states = train[0].meta["provenance"]
+    expected = {"target": provenance_of(config_path)["target"]}
+    check_provenance(expected, states, f"{train[0].path} (compared with {config_path})")
+    config["speculators_config"]["verifier"].pop("name_or_path")  # a path is never compared
+    config.pop(PROVENANCE_KEY)
+    provenance = {
+        "target": states["target"],
+        "draft_config": sha256_json(config),
+        "vocabulary": sha256_file(inputs.files.d2t),
+        "layer_ids": layer_ids,
+        "states": states,
+        "rows": sha256_json([shard.row_keys for shard in train]),
+        "training": settings.model_dump(exclude=NOT_SCIENCE),
+    }
+    sizes = settings.ttt_steps, settings.batch_tokens
+    return Data(TrainingRows(train, *sizes), TrainingRows(validation, *sizes), provenance)
+
+
+def check_previous(checkpoints: Path, number: int, provenance: dict[str, Any], resumable: dict[str, Any]) -> Path:
+    """The folder that segment `number` resumes from; StageError where it is not whole, or of another origin.
+
+    resumable: DeepSpeed reads its optimiser state back only as it was sharded.
+    """
+    path = checkpoints / f"{number - 1}.json"
+    record = read_json(path)
+    check_provenance(provenance, record["provenance"], path)
+    check_provenance(resumable, record["engine"], path)
+    folder = checkpoints / record["folder"]
+    if not folder.is_dir():
+        raise StageError(f"{folder}: no such folder; it was pruned: train segment {number - 1} again")
+    if os.environ.get("RANK", "0") == "0":  # once is enough where several processes train
+        expected = {key: record[key] for key in ("weights_sha256", "state_sha256")}
+        check_provenance(expected, hashes(folder), f"{folder} (compared with {path})")
+    return folder
+
+
+def start_draft(files: DraftFiles, settings: Training, device: "torch.device") -> "DeepSpeedEngine":
+    """The draft with fresh weights from the seed, in a DeepSpeed engine."""
+    from scripts.eagle3 import zero
+    from scripts.eagle3.draft import build_draft
+    from scripts.eagle3.ttt import TrainingDraft
+
+    draft = build_draft(*files, dtype=zero.DTYPES[settings.dtype], seed=settings.seed).to(device)
+    model = TrainingDraft(draft, settings.ttt_steps, settings.step_loss_decay, settings.loss)
+    return zero.start_engine(model, settings)
+
+
+def write_unfinished(engine: "DeepSpeedEngine", checkpoints: Path, position: dict[str, Any]) -> Path:
+    """Writes weights and resume state into a folder with an unfinished name; all ranks must call it."""
+    import torch.distributed as dist
+
+    from scripts.eagle3 import zero
+    from scripts.eagle3.draft import save_trainable
+
+    unfinished = checkpoints / f".unfinished-segment-{position['segment']}"
+    weights = zero.full_weights(engine)
+    if engine.global_rank == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        save_trainable(weights, unfinished / WEIGHTS)
+    dist.barrier()
+    zero.save_state(engine, unfinished, position)
+    return unfinished
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """sha256 of the weights, and one over the names and hashes of all files of the resume state."""
+    from scripts.eagle3.zero import STATE
+
+    files = sorted(path for path in (folder / STATE).rglob("*") if path.is_file())
+    state = {str(path.relative_to(folder)): sha256_file(path) for path in files}
+    weights = folder / WEIGHTS
+    return {
+        "weights_sha256": sha256_file(weights) if weights.is_file() else "nothing",
+        "state_sha256": sha256_json(state),
+    }
+
+
+def finish(unfinished: Path, checkpoints: Path, record: dict[str, Any]) -> None:
+    """Gives the folder its name, then writes the record, which makes the segment count."""
+    record = {**record, **hashes(unfinished)}
+    for written in unfinished.rglob("*"):
+        sync(written)
+    final, path = checkpoints / record["folder"], checkpoints / f"{record['segment']}.json"
+    path.unlink(missing_ok=True)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(unfinished, final)
+    sync(checkpoints)
+    write_json(path, record)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: see --help."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=section(Target), required=True, help="section `target:` as JSON")
+    parser.add_argument("--training", type=section(Training), required=True, help="section `training:` as JSON")
+    parser.add_argument("--draft-config", type=Path, required=True, help="draft/config.json")
+    parser.add_argument("--head", type=Path, required=True, help="target/head.safetensors")
+    parser.add_argument("--vocab", type=Path, required=True, help="folder of d2t.npy, t2d.npy and coverage.json")
+    parser.add_argument("--hidden", type=Path, required=True, help="folder of part-0/, part-1/, ... and val/")
+    parser.add_argument("--parts", type=int, required=True, help="number of training parts, from 0")
+    parser.add_argument("--shards", type=int, required=True, help="shards of each part, from 0")
+    parser.add_argument("--segment", type=int, required=True, help="which pass over the rows, from 0")
+    parser.add_argument("--checkpoints", type=Path, required=True, help="folder of {segment}.json and {segment}/")
+    parser.add_argument("--metrics", type=Path, required=True, help="folder of {segment}.jsonl and tensorboard/")
+    options = parser.parse_args(argv)
+    files = DraftFiles(options.draft_config, options.head, options.vocab / "d2t.npy", options.vocab / "t2d.npy")
+    inputs = Inputs(files, options.hidden, options.parts, options.shards)
+    run(options.target, options.training, inputs, options.segment, options.checkpoints, options.metrics)
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,156 @@
+"""States captured in a real vLLM against Hugging Face's Llama; the alignment proof can fail."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scripts.eagle3.alignment import EngineView, engine_view, prove
+from scripts.eagle3.batches import TokenRow, make_row
+from scripts.eagle3.config import Target
+from scripts.eagle3.errors import StageError
+from scripts.eagle3.extraction import Extractor, open_extractor
+from scripts.eagle3.shards import Shard
+from tests.capture_case import HARDWARE, LAYERS, LENGTHS, assert_neighbours_differ, captured, make_rows, relative_error
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_llama: Target) -> Iterator[Extractor]:
+    with open_extractor(tiny_llama, HARDWARE, max(LENGTHS), "float32") as extractor:
+        yield extractor
+
+
+@pytest.fixture(scope="module")
+def llama_reference(tiny_llama: Target) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(tiny_llama.path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def llama_states(model: Any, row: TokenRow) -> list[torch.Tensor]:
+    before_norm: list[torch.Tensor] = []
+    handle = model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0][0]))
+    states = model(torch.tensor(row.input_ids.tolist())[None], output_hidden_states=True).hidden_states
+    handle.remove()
+    return [*(state[0] for state in states[:-1]), before_norm[0]]
+
+
+def test_llama_states_equal_hugging_face(llama: Extractor, llama_reference: Any, tmp_path: Path) -> None:
+    rows = make_rows()  # more tokens and rows than one step takes
+    states, _ = captured(llama, rows, tmp_path / "rows.pt")
+    assert [row.key for row in states] == [row.key for row in rows]
+    for row, found in zip(rows, states, strict=True):
+        expected = llama_states(llama_reference, row)
+        assert_neighbours_differ(expected)
+        for index, layer in enumerate(LAYERS):
+            assert relative_error(found.hidden_states[:, index], expected[layer]).max() < 0.005
+        assert found.token_ids.tolist() == row.input_ids.tolist()
+        assert found.loss_mask.tolist() == row.loss_mask.tolist()
+
+
+def test_hooks_leave_the_engines_answer_alone(llama: Extractor, llama_reference: Any, tmp_path: Path) -> None:
+    rows = make_rows(seed=1)
+    _, outputs = captured(llama, rows, tmp_path / "rows.pt")
+    for row, output in zip(rows, outputs, strict=True):
+        with torch.inference_mode():
+            logits = llama_reference(torch.tensor(row.input_ids.tolist())[None]).logits[0, -1]
+        assert output.outputs[0].token_ids[0] == int(logits.argmax())
+
+
+def test_prefixes_and_near_twins_are_told_apart(llama: Extractor, llama_reference: Any, tmp_path: Path) -> None:
+    whole = make_rows(seed=2, lengths=(60,))[0].input_ids.tolist()
+    rows = [make_row(whole), make_row(whole[:30]), make_row([*whole[:-1], (whole[-1] + 1) % 1000])]
+    states, _ = captured(llama, rows, tmp_path / "rows.pt")
+    for row, found in zip(rows, states, strict=True):
+        assert len(found.token_ids) == len(row)
+        assert relative_error(found.hidden_states[:, -1], llama_states(llama_reference, row)[8]).max() < 0.005
+
+
+def test_a_row_that_was_not_computed_is_refused(llama: Extractor, tmp_path: Path) -> None:
+    asked, computed = make_rows(seed=3)[:4], make_rows(seed=4)[:4]
+    ids = [row.input_ids.tolist() for row in [*computed[:3], asked[3]]]
+    llama.llm.collective_rpc("capture_expect", args=([row.input_ids.tolist() for row in asked],))
+    from vllm import SamplingParams
+
+    llama.llm.generate([{"prompt_token_ids": row} for row in ids], SamplingParams(max_tokens=1), use_tqdm=False)
+    masks = [row.loss_mask.tolist() for row in asked]
+    llama.llm.collective_rpc("capture_write", args=(str(tmp_path / "rows.pt"), masks, llama.provenance))
+    with pytest.raises(StageError, match="3 of 4 rows were not computed in one piece"):
+        llama.finish()
+    assert not (tmp_path / "rows.pt").exists()
+
+
+def test_a_row_with_nan_is_rejected_with_its_layer(llama: Extractor, tmp_path: Path) -> None:
+    rows = [make_row([1, 2, 3, 4]), make_row([5, 6, 1001, 7]), make_row([8, 9])]
+
+    ids: list[torch.Tensor] = []
+    handles: list[Any] = []
+
+    def poison(worker: Any) -> None:
+        # the engine's worker is in this process: NaN in the output of layer index 3 wherever token 1001 goes in
+        body = worker.get_model().model
+        handles.append(body.embed_tokens.register_forward_pre_hook(lambda _, args: ids.append(args[0].clone())))
+        handles.append(
+            body.layers[3].mlp.register_forward_hook(
+                lambda _, args, output: torch.where((ids[-1] == 1001)[:, None], float("nan"), output)
+            )
+        )
+
+    llama.llm.collective_rpc(poison)
+    try:
+        llama.start(rows, tmp_path / "rows.pt")
+        result = llama.finish()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert result == {"path": str(tmp_path / "rows.pt"), "rejected": [[rows[1].key, 4, "not finite"]]}
+    assert [row.key for row in Shard(tmp_path / "rows.pt")] == [rows[0].key, rows[2].key]
+
+
+@pytest.fixture(scope="module")
+def seen(llama: Extractor, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[EngineView], list[torch.Tensor]]:
+    """What the engine says about a few rows, and their captured states."""
+    path = tmp_path_factory.mktemp("proof") / "rows.pt"
+    states, outputs = captured(llama, make_rows(seed=5), path, logprobs=2, prompt_logprobs=2)
+    return [engine_view(output) for output in outputs], [row.hidden_states.clone() for row in states]
+
+
+class TestProof:
+    def test_passes_on_captured_states(self, llama: Extractor, tiny_llama: Target, tmp_path: Path) -> None:
+        proof = llama.prove(make_rows(seed=5), tmp_path)
+        assert proof.argmax_agreement >= 0.99 and proof.rows == 4
+        assert max(proof.alone_batch_difference.values()) <= 1e-3
+
+    def test_fails_on_states_one_token_late(self, tiny_llama: Target, seen: Any) -> None:
+        views, states = seen
+        late = [row.roll(1, dims=0) for row in states]
+        with pytest.raises(StageError, match="choose the engine's token on"):
+            prove(tiny_llama, views, late, late[:2], LAYERS)
+
+    def test_fails_on_the_state_of_another_layer(self, tiny_llama: Target, seen: Any) -> None:
+        views, states = seen
+        early = [row[:, :3] for row in states]
+        with pytest.raises(StageError, match="choose the engine's token on"):
+            prove(tiny_llama, views, early, early[:2], LAYERS[:3])
+
+    def test_fails_where_company_changes_the_states(self, tiny_llama: Target, seen: Any) -> None:
+        views, states = seen
+        with pytest.raises(StageError, match="rows alone and in a batch differ"):
+            prove(tiny_llama, views, states, [states[0] * 1.01], LAYERS)
+
+    def test_fails_where_the_engine_scales_its_logits(self, tiny_llama: Target, seen: Any, tmp_path: Path) -> None:
+        views, states = seen
+        folder = tmp_path / "scaled"
+        shutil.copytree(tiny_llama.path, folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] *= 1.5  # same choices, other probabilities
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(StageError, match="scales or caps its logits"):
+            prove(tiny_llama.model_copy(update={"path": str(folder)}), views, states, states[:2], LAYERS)

@@ -1,0 +1,82 @@
+"""The configuration: every wrong key or value is one line that names it, and what is documented is what is accepted."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts import make_schema
+from scripts.eagle3.config import json_schema, load_config
+from scripts.eagle3.errors import StageError
+
+ROOT = Path(__file__).parents[2]
+MINIMAL: dict[str, Any] = {
+    "run": "r",
+    "target": {"path": "somewhere", "num_hidden_layers": 8},
+    "conversations": {"train": [{"path": "a.jsonl"}], "evaluation": {"suite": {"path": "b.jsonl"}}},
+}
+
+
+def with_value(key: str, value: Any) -> dict[str, Any]:
+    values = copy.deepcopy(MINIMAL)
+    node = values
+    *parents, last = key.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[last] = value
+    return values
+
+
+def test_minimal_config_gets_the_default_auxiliary_layers():
+    assert load_config(MINIMAL).target.aux_layer_ids == [2, 4, 5]
+
+
+def test_demo_config_is_valid():
+    config = load_config(yaml.safe_load((ROOT / "config" / "config.yaml").read_text()))
+    assert config.run == "demo"
+    assert config.scatter.parts >= 2 and config.scatter.shards_per_part >= 2
+    assert config.training.segments >= 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("traning", {}, "traning: unknown key"),
+        ("training.learning_rte", 1.0, "training.learning_rte: unknown key"),
+        ("training.segments", "many", "training.segments"),
+        ("training.learning_rate", -1, "training.learning_rate"),
+        ("target.dtype", "float16", "target.dtype"),
+        ("run", "../elsewhere", "run"),
+        ("target.aux_layer_ids", [4, 2, 5], "ascending"),
+        ("target.aux_layer_ids", [2, 2, 5], "distinct"),
+        ("target.aux_layer_ids", [2, 4, 8], "1 <= k < 8"),
+        ("target.aux_layer_ids", [0, 4, 5], "1 <= k < 8"),
+        ("evaluation.methods", {"eagle3": {"kind": "eagle3"}}, "baseline"),
+        ("responses", "keep", "responses"),
+    ],
+)
+def test_wrong_key_or_value_is_one_line_that_names_it(key, value, named):
+    with pytest.raises(StageError) as error:
+        load_config(with_value(key, value))
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_small_target_without_auxiliary_layers_is_refused():
+    with pytest.raises(StageError, match="at least 7"):
+        load_config(with_value("target.num_hidden_layers", 6))
+
+
+def test_documented_and_accepted_keys_agree():
+    make_schema.run(ROOT, check=True)
+    documented = {key for key, *_ in make_schema.documented_keys(json_schema())}
+    assert {"training.ttt_steps", "conversations.train[].path", "evaluation.methods.*.kind"} <= documented
+    for key in documented:
+        if key.count(".") != 1 or any(mark in key for mark in "[]*"):
+            continue
+        # a documented key is accepted: a nonsense value is refused for its value, not as unknown
+        with pytest.raises(StageError) as error:
+            load_config(with_value(key, object()))
+        assert "unknown key" not in str(error.value), key
