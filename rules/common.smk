@@ -46,12 +46,17 @@ def as_json(section):
 
 
 def code(script):
-    """The script of a rule and the modules that it imports: their content, not their age, decides a rerun."""
+    """A stage's script and the modules that it imports: their content, not their age, decides a rerun."""
     return source_files(script, Path(workflow.basedir))
 
 
+def folder(files, up=1):
+    """The folder of a file, or of the first of a list, `up` levels above it: stages take folders and counts."""
+    return str(Path(files if isinstance(files, str) else files[0]).parents[up - 1])
+
+
 def target_manifest():
-    """The manifest of a target that a rule of this workflow makes; nothing for a target that lies elsewhere."""
+    """The manifest of a target that this workflow makes; nothing for a target that lies elsewhere."""
     path = CONFIG.target.path
     return [f"{path}/manifest.json"] if path.startswith("results/targets/") else []
 
@@ -65,3 +70,22 @@ def answered_rows(wildcards):
 def previous_segment(wildcards):
     """The record that segment k continues from."""
     return [f"{RUN}/checkpoints/{int(wildcards.segment) - 1}.json"] if int(wildcards.segment) else []
+
+
+def local_sources():
+    """The files among the sources; ids of data sets are downloaded by the job."""
+    sources = [*CONFIG.conversations.train, *CONFIG.conversations.evaluation.values()]
+    return [source.path for source in sources if source.path.endswith((".jsonl", ".parquet"))]
+
+
+def exported_head(wildcards):
+    """The run's own export, for a method that decodes with it."""
+    method = CONFIG.evaluation.methods[wildcards.method]
+    return [f"{RUN}/export/manifest.json"] if method.kind == "eagle3" and method.model is None else []
+
+
+def baseline_results(wildcards):
+    """What the other methods' outputs are compared with."""
+    if CONFIG.evaluation.methods[wildcards.method].kind == "baseline":
+        return []
+    return [f"{RUN}/evaluation/baseline/{suite}.json" for suite in SUITES]

@@ -5,12 +5,6 @@
 #                   part-0, part-1, ... are training rows, val is validation; conversations/eval/ only evaluates
 
 
-def local_sources():
-    """The files among the sources; ids of data sets are downloaded by the job."""
-    sources = [*CONFIG.conversations.train, *CONFIG.conversations.evaluation.values()]
-    return [source.path for source in sources if source.path.endswith((".jsonl", ".parquet"))]
-
-
 rule collect_conversations:
     """Normalises, de-duplicates and decontaminates the sources; deals rows to parts, holds validation rows out."""
     input:
@@ -61,6 +55,8 @@ rule regenerate_responses:
         responses=as_json(CONFIG.responses),
         rows=as_json(CONFIG.rows),
         max_rejected_fraction=CONFIG.conversations.max_rejected_fraction,
+        conversations=lambda wildcards, input: folder(input.conversations),
+        output=lambda wildcards, output: folder(output),
         store=f"{RUN}/store",
         shards=len(SHARDS),
     shell:
@@ -69,10 +65,10 @@ rule regenerate_responses:
         " --responses {params.responses:q}"
         " --rows {params.rows:q}"
         " --max-rejected-fraction {params.max_rejected_fraction}"
-        " --conversations $(dirname {input.conversations[0]:q})"
+        " --conversations {params.conversations:q}"
         " --shards {params.shards}"
         " --store {params.store:q}"
-        " --output $(dirname {output[0]:q})"
+        " --output {params.output:q}"
         " --batch-tokens {resources.batch_tokens}"
         " --max-num-seqs {resources.max_num_seqs}"
         " 2>&1 | tee {log:q}"
@@ -98,6 +94,7 @@ rule tokenize_conversations:
         responses=as_json(CONFIG.responses),
         rows=as_json(CONFIG.rows),
         max_rejected_fraction=CONFIG.conversations.max_rejected_fraction,
+        answered=lambda wildcards, input: folder(input.answered),
         shards=len(SHARDS),
     shell:
         "bin/in-env python -m scripts.tokenize_conversations"
@@ -105,7 +102,7 @@ rule tokenize_conversations:
         " --responses {params.responses:q}"
         " --rows {params.rows:q}"
         " --max-rejected-fraction {params.max_rejected_fraction}"
-        " --input $(dirname {input.answered[0]:q})"
+        " --input {params.answered:q}"
         " --shards {params.shards}"
         " --output $(dirname {output.counts:q})"
         " 2>&1 | tee {log:q}"

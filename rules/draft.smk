@@ -24,7 +24,7 @@ rule build_vocab_mapping:
     params:
         target=as_json(CONFIG.target),
         vocabulary=as_json(CONFIG.vocabulary),
-        tokens=f"{RUN}/tokens",
+        tokens=lambda wildcards, input: folder(input.tokens, 2),
         parts=len(PARTS),
         shards=len(SHARDS),
     shell:
@@ -89,8 +89,8 @@ rule train_draft:
     params:
         target=as_json(CONFIG.target),
         training=as_json(CONFIG.training),
-        vocabulary=f"{RUN}/vocab",
-        hidden=f"{RUN}/hidden",
+        vocabulary=lambda wildcards, input: folder(input.vocabulary),
+        hidden=lambda wildcards, input: folder(input.hidden, 2),
         metrics=f"{RUN}/metrics",
         parts=len(PARTS),
         shards=len(SHARDS),
@@ -133,18 +133,20 @@ rule select_checkpoint:
     params:
         target=as_json(CONFIG.target),
         speculative_tokens=CONFIG.evaluation.methods["eagle3"].num_speculative_tokens,
-        vocabulary=f"{RUN}/vocab",
+        vocabulary=lambda wildcards, input: folder(input.vocabulary),
+        checkpoints=lambda wildcards, input: folder(input.checkpoints),
+        hidden=lambda wildcards, input: folder(input.hidden),
         segments=len(SEGMENTS),
         shards=len(SHARDS),
     shell:
         "bin/in-env python -m scripts.select_checkpoint"
         " --target {params.target:q}"
-        " --checkpoints $(dirname {input.checkpoints[0]:q})"
+        " --checkpoints {params.checkpoints:q}"
         " --segments {params.segments}"
         " --draft-config {input.draft:q}"
         " --head {input.head:q}"
         " --vocab {params.vocabulary:q}"
-        " --hidden $(dirname {input.hidden[0]:q})"
+        " --hidden {params.hidden:q}"
         " --shards {params.shards}"
         " --speculative-tokens {params.speculative_tokens}"
         " --output {output:q}"
@@ -171,7 +173,7 @@ rule export_draft:
     params:
         target=as_json(CONFIG.target),
         checkpoints=f"{RUN}/checkpoints",
-        vocabulary=f"{RUN}/vocab",
+        vocabulary=lambda wildcards, input: folder(input.vocabulary),
     shell:
         "bin/in-env python -m scripts.export_draft"
         " --target {params.target:q}"

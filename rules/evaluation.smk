@@ -4,19 +4,6 @@
 # OUTPUTS           <run>/evaluation/, <run>/report.html
 
 
-def exported_head(wildcards):
-    """The run's own export, for a method that decodes with it."""
-    method = CONFIG.evaluation.methods[wildcards.method]
-    return [f"{RUN}/export/manifest.json"] if method.kind == "eagle3" and method.model is None else []
-
-
-def baseline_results(wildcards):
-    """What the other methods' outputs are compared with."""
-    if CONFIG.evaluation.methods[wildcards.method].kind == "baseline":
-        return []
-    return [f"{RUN}/evaluation/baseline/{suite}.json" for suite in SUITES]
-
-
 rule evaluate_method:
     """Every suite decoded by one method with the real engine: outputs, acceptance, tokens per second."""
     input:
@@ -27,12 +14,12 @@ rule evaluate_method:
         suites=expand("<run>/conversations/eval/{suite}.parquet", suite=SUITES),
     output:
         expand("<run>/evaluation/{{method}}/{suite}.json", suite=SUITES),
-    wildcard_constraints:
-        method="|".join(METHODS),
     log:
         "<run>/logs/evaluate_method/{method}.log",
     benchmark:
         "<run>/benchmarks/evaluate_method/{method}.tsv"
+    wildcard_constraints:
+        method="|".join(METHODS),
     conda:
         "../envs/cpu.yaml"
     threads: ALL_CORES
@@ -43,7 +30,9 @@ rule evaluate_method:
         target=as_json(CONFIG.target),
         evaluation=as_json(CONFIG.evaluation),
         export=f"{RUN}/export",
-        baseline=lambda wildcards, input: f"--baseline {RUN}/evaluation/baseline" if input.baseline else "",
+        baseline=lambda wildcards, input: f"--baseline {folder(input.baseline)}" if input.baseline else "",
+        conversations=lambda wildcards, input: folder(input.suites),
+        output=lambda wildcards, output: folder(output),
         store=f"{RUN}/store",
         suites=SUITES,
     shell:
@@ -53,10 +42,10 @@ rule evaluate_method:
         " --method {wildcards.method}"
         " --export {params.export:q}"
         " {params.baseline}"
-        " --conversations $(dirname {input.suites[0]:q})"
+        " --conversations {params.conversations:q}"
         " --suites {params.suites}"
         " --store {params.store:q}"
-        " --output $(dirname {output[0]:q})"
+        " --output {params.output:q}"
         " --batch-tokens {resources.batch_tokens}"
         " 2>&1 | tee {log:q}"
 
@@ -84,15 +73,17 @@ rule simulate_acceptance:
     params:
         target=as_json(CONFIG.target),
         evaluation=as_json(CONFIG.evaluation),
+        baseline=lambda wildcards, input: folder(input.baseline),
+        output=lambda wildcards, output: folder(output),
         suites=SUITES,
     shell:
         "bin/in-env python -m scripts.simulate_acceptance"
         " --target {params.target:q}"
         " --evaluation {params.evaluation:q}"
         " --export $(dirname {input.export:q})"
-        " --baseline $(dirname {input.baseline[0]:q})"
+        " --baseline {params.baseline:q}"
         " --suites {params.suites}"
-        " --output $(dirname {output[0]:q})"
+        " --output {params.output:q}"
         " --batch-tokens {resources.batch_tokens}"
         " --max-num-seqs {resources.max_num_seqs}"
         " 2>&1 | tee {log:q}"
@@ -118,7 +109,7 @@ rule compare_methods:
         "../envs/cpu.yaml"
     params:
         evaluation=as_json(CONFIG.evaluation),
-        run=RUN,
+        run=lambda wildcards, input: folder(input.coverage, 2),
         suites=SUITES,
         segments=len(SEGMENTS),
     shell:
@@ -147,7 +138,7 @@ rule report:
         "../envs/cpu.yaml"
     params:
         config=as_json(CONFIG),
-        run=RUN,
+        run=lambda wildcards, input: folder(input.summary, 2),
     shell:
         "bin/in-env python -m scripts.report"
         " --config {params.config:q}"

@@ -26,12 +26,13 @@ rule extract_hidden_states:
         max_num_seqs=128,
     params:
         target=as_json(CONFIG.target),
+        tokens=lambda wildcards, input: folder(input.tokens),
         store=STATES_STORE,
         shards=len(SHARDS),
     shell:
         "bin/in-env python -m scripts.extract_hidden_states"
         " --target {params.target:q}"
-        " --tokens $(dirname {input.tokens[0]:q})"
+        " --tokens {params.tokens:q}"
         " --shards {params.shards}"
         " --store {params.store:q}"
         " --output $(dirname {output.manifest:q})"

@@ -2,19 +2,25 @@
 
 import hashlib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from scripts import make_tiny_target
+from scripts import fetch_demo_target, make_tiny_target
 from scripts.eagle3.config import Target
 
 AUX_LAYER_IDS = [2, 4, 5]
 
 
+def _cached(script: ModuleType, name: str, config: pytest.Config) -> Path:
+    """A folder that lives as long as the script that fills it stays the same."""
+    assert config.cache is not None and script.__file__ is not None
+    version = hashlib.sha256(Path(script.__file__).read_bytes()).hexdigest()[:12]
+    return config.cache.mkdir("targets") / version / name
+
+
 def _make(kind: str, config: pytest.Config) -> Path:
-    assert config.cache is not None
-    version = hashlib.sha256(Path(make_tiny_target.__file__).read_bytes()).hexdigest()[:12]
-    folder = config.cache.mkdir("tiny-targets") / version / kind
+    folder = _cached(make_tiny_target, kind, config)
     if not (folder / "config.json").is_file():
         make_tiny_target.run(kind, folder)
     return folder
@@ -32,3 +38,13 @@ def tiny_kimi(pytestconfig: pytest.Config) -> Target:
     """Random Kimi-K2.5 (vision wrapper, MLA, mixture of experts), 8 layers, bfloat16."""
     folder = _make("tiny-kimi", pytestconfig)
     return Target(path=str(folder), num_hidden_layers=8, aux_layer_ids=AUX_LAYER_IDS, dtype="bfloat16")
+
+
+@pytest.fixture(scope="session")
+def smollm2(pytestconfig: pytest.Config) -> Target:
+    """The demo's target, for slow tests: SmolLM2-135M-Instruct."""
+    folder = _cached(fetch_demo_target, "smollm2-135m", pytestconfig)
+    if not (folder / "manifest.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fetch_demo_target.run(folder, folder / "manifest.json")
+    return Target(path=str(folder), num_hidden_layers=30, aux_layer_ids=[2, 15, 27], dtype="float32")

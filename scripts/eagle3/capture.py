@@ -214,7 +214,7 @@ class _Capture:
         tensors = (step.token_ids, step.positions, step.states, step.finite)
         if not step.states.is_cuda:
             # ids and positions are the runner's buffers and change with the next step
-            return Step(*(tensor.clone() for tensor in tensors[:2]), *tensors[2:])
+            return Step(step.token_ids.clone(), step.positions.clone(), step.states, step.finite)
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         ids, positions = (tensor.clone() for tensor in tensors[:2])
@@ -227,7 +227,7 @@ class _Capture:
                 source.record_stream(self._stream)
             copied = torch.cuda.Event()
             copied.record(self._stream)
-        return Step(*host, copied)
+        return Step(host[0], host[1], host[2], host[3], copied)
 
     def write(self, path: Path, masks: Sequence[Sequence[bool]], provenance: dict[str, Any]) -> None:
         if self.stores:

@@ -19,9 +19,11 @@ from safetensors.torch import load_file, save_file
 from scripts import canary, collect_conversations, extract_target_head, make_tiny_target
 from scripts.canary import Canary
 from scripts.eagle3.config import Conversations, Draft, Parts, Source, Target
+from scripts.eagle3.draft import head_metadata
 from scripts.eagle3.engine import Hardware
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.export import WEIGHTS, check_export, write_manifest
+from scripts.eagle3.files import sha256_file
 from scripts.eagle3.shards import Shard, StateRow, write_shard
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +58,8 @@ def sound(tiny_llama, tmp_path_factory) -> tuple[Canary, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def sound_kimi(tiny_kimi, tmp_path_factory) -> tuple[Canary, dict[str, Any]]:
-    return run_canary(tiny_kimi, tmp_path_factory.mktemp("canary-kimi"))
+    # in bfloat16 the random target's best logits often tie, and speculative decoding then ends in other answers
+    return run_canary(tiny_kimi.model_copy(update={"dtype": "float32"}), tmp_path_factory.mktemp("canary-kimi"))
 
 
 def test_sound_chain_accepts_nearly_every_draft(sound):
@@ -69,6 +72,7 @@ def test_sound_chain_accepts_nearly_every_draft(sound):
 def test_sound_chain_accepts_nearly_every_draft_of_tiny_kimi(sound_kimi):
     _, result = sound_kimi
     assert result["acceptance_length"] >= 3.5
+    assert result["identical"] == canary.ROWS
     assert min(result["accuracy"]) >= 0.95
 
 
@@ -79,6 +83,10 @@ def absolute_d2t(made: Canary, _: Target) -> None:
     path = made.files.d2t
     offsets = np.load(path)
     np.save(path, offsets + np.arange(len(offsets)))
+    coverage = made.folder / "vocab/coverage.json"
+    record = json.loads(coverage.read_text())
+    record["sha256"]["d2t.npy"] = sha256_file(path)  # as a faulty maker of the map would have written it
+    coverage.write_text(json.dumps(record))
 
 
 def rewrite_states(made: Canary, change: Callable[[StateRow], torch.Tensor]) -> None:
@@ -118,6 +126,14 @@ def head_of_another_target(made: Canary, other: Target) -> None:
     extract_target_head.run(other, made.files.head)
 
 
+def embedding_of_another_target(made: Canary, other: Target) -> None:
+    own = load_file(made.files.head)
+    extract_target_head.run(other, made.files.head)
+    metadata = head_metadata(made.files.head)
+    foreign = load_file(made.files.head)["embed_tokens.weight"]
+    save_file({**own, "embed_tokens.weight": foreign}, made.files.head, metadata=metadata)
+
+
 def exported_tensor_of_another_target(name: str) -> Callable[[Canary, Target], None]:
     def plant(made: Canary, other: Target) -> None:
         tensors = load_file(made.folder / "export" / WEIGHTS)
@@ -152,7 +168,8 @@ FAULTS: dict[str, tuple[str, Callable[[Canary, Target], None], str]] = {
     "states one token late": ("inputs", states_one_token_late, "final states predict"),
     "final state one layer early": ("inputs", final_state_one_layer_early, "final states predict"),
     "final state is an auxiliary one": ("inputs", final_state_is_an_auxiliary_one, "final states predict"),
-    "head of another target": ("inputs", head_of_another_target, "target.weights"),
+    "head of another target": ("inputs", head_of_another_target, "final states predict"),
+    "embedding of another target": ("inputs", embedding_of_another_target, r"target\.weights"),
     "exported d2t absolute": ("export", exported_absolute_d2t, "check vocabulary"),
     "exported embedding of another target": (
         "export",
@@ -176,8 +193,8 @@ FAULTS: dict[str, tuple[str, Callable[[Canary, Target], None], str]] = {
         "check layers",
     ),
 }
-# acceptance hardly notices these: only their check stops them
-ONLY_CHECKED = {"auxiliary ids shifted at export", "auxiliary ids swapped at export"}
+# acceptance hardly notices these (2.92 of 4 with the norm flag flipped): only their check stops them
+ONLY_CHECKED = {"auxiliary ids shifted at export", "auxiliary ids swapped at export", "norm flag flipped at export"}
 
 
 def planted(sound: tuple[Canary, dict[str, Any]], fault: str, folder: Path) -> Canary:
@@ -199,14 +216,20 @@ def planted(sound: tuple[Canary, dict[str, Any]], fault: str, folder: Path) -> C
 
 
 def go_on(made: Canary, stage: str) -> float:
-    """What `canary.run` does after `stage`; the acceptance length. An export's manifest is renewed: its check is not asked."""
+    """What `canary.run` does after `stage`; the acceptance length.
+
+    A faulty export is served although its checks would refuse it: its manifest is renewed. An engine that breaks on it is 0.
+    """
     if stage == "inputs":
         canary.check_states(made)
         canary.overfit(made)
         canary.export(made)
-    else:
-        write_manifest(made.folder / "export")
-    return canary.serve(made)["acceptance_length"]
+        return canary.serve(made)["acceptance_length"]
+    write_manifest(made.folder / "export")
+    try:
+        return canary.serve(made)["acceptance_length"]
+    except IndexError:  # vLLM, on a draft id beyond the target's vocabulary
+        return 0.0
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ONLY_CHECKED])

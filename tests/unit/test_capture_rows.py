@@ -74,7 +74,7 @@ def test_models_that_defer_their_all_reduce_are_refused_by_name(
 
 def test_rows_that_fill_the_targets_context_are_refused(tiny_llama: Target) -> None:
     refuse_uncapturable(tiny_llama, longest=2047)
-    with pytest.raises(StageError, match="takes 2048 tokens, the longest row has 2048; set rows.max_length below 2048"):
+    with pytest.raises(StageError, match=r"takes 2048 tokens, the longest row has 2048; set rows\.max_length below 2048"):
         refuse_uncapturable(tiny_llama, longest=2048)
 
 

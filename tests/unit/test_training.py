@@ -124,6 +124,7 @@ def test_content_of_one_row_changes_nothing_for_another(default_files, rows):
     assert torch.equal(*results)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_padded_flex_mask_gives_the_dense_masks_loss(files, rows):
     dense = TrainingDraft(build_draft(*files, attention="sdpa"), TTT_STEPS, 1.0, "kl_div")
     flex = TrainingDraft(build_draft(*files, attention="flex"), TTT_STEPS, 1.0, "kl_div")
