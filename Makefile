@@ -7,7 +7,7 @@ export TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ENV := cpu
 
 # `test-all` runs these folders of tests/ one after the other, each in a process of its own (engines free their memory).
-TEST_GROUPS := unit contract workflow cluster
+TEST_GROUPS := unit contract workflow
 
 WORKFLOW := .venvs/workflow/bin
 CPU := .venvs/cpu/bin
@@ -28,12 +28,12 @@ demo: env ## the whole pipeline with a small real model, on CPU
 	EAGLE3_ENV=$(ENV) $(SNAKEMAKE) --cores all
 
 test: env ## all tests but the slow ones, on CPU
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(TEST_GROUPS:%=test-%) ## every test, group by group (-k: go on after a failing group)
 
-test-%: env ## every test of one group: unit, contract, workflow, cluster
-	$(PYTEST) tests/$*
+test-%: env ## every test of one group: unit, contract, workflow
+	$(PYTEST) -m "not gpu" tests/$*
 
 format: env ## rewrite Snakemake and Python files in the project's format
 	$(WORKFLOW)/snakefmt Snakefile rules

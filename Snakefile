@@ -23,6 +23,11 @@ include: "rules/evaluation.smk"
 include: "rules/canary.smk"
 
 
+onerror:
+    # the cause once more, at the end of a long screen
+    print(*stage_errors(), sep="\n", file=sys.stderr)
+
+
 rule all:
     """The exported head, the report, and the gate, which fails when the head misses what the config asks of it."""
     default_target: True

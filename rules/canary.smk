@@ -7,7 +7,6 @@
 rule canary:
     """Overfits a few rows of the target's own answers; a sound pipeline then accepts nearly every drafted token."""
     input:
-        code("canary"),
         target_manifest(),
         conversations="<run>/conversations/val/shard-0.parquet",
     output:
@@ -22,6 +21,7 @@ rule canary:
     resources:
         gpu=0,
     params:
+        code=code("canary"),
         target=as_json(CONFIG.target),
         draft=as_json(CONFIG.draft),
     shell:

@@ -10,7 +10,7 @@ sys.path.insert(0, workflow.basedir)
 
 from scripts.eagle3.config import load_config
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.source_files import source_files
+from scripts.eagle3.source_files import code_digest
 
 try:
     CONFIG = load_config(config)
@@ -46,8 +46,8 @@ def as_json(section):
 
 
 def code(script):
-    """A stage's script and the modules that it imports: their content, not their age, decides a rerun."""
-    return source_files(script, Path(workflow.basedir))
+    """Stands for the code of a stage: what it does, not its age, comments or docstrings, decides a rerun."""
+    return code_digest(script, Path(workflow.basedir))
 
 
 def folder(files, up=1):
@@ -73,9 +73,9 @@ def previous_segment(wildcards):
 
 
 def local_sources():
-    """The files among the sources; ids of data sets are downloaded by the job."""
+    """The files among the sources; ids of data sets are downloaded by the job, missing files are refused by it."""
     sources = [*CONFIG.conversations.train, *CONFIG.conversations.evaluation.values()]
-    return [source.path for source in sources if source.path.endswith((".jsonl", ".parquet"))]
+    return [source.path for source in sources if Path(source.path).is_file()]
 
 
 def exported_head(wildcards):
@@ -89,3 +89,10 @@ def baseline_results(wildcards):
     if CONFIG.evaluation.methods[wildcards.method].kind == "baseline":
         return []
     return [f"{RUN}/evaluation/baseline/{suite}.json" for suite in SUITES]
+
+
+def stage_errors():
+    """The error lines in the logs of this run: a failed stage says in one line what was wrong."""
+    logs = sorted(Path(RUN, "logs").rglob("*.log"))
+    lines = [line for log in logs for line in log.read_text(errors="replace").splitlines() if ": error: " in line]
+    return [f"\n{line}" for line in lines]

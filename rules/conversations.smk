@@ -8,7 +8,6 @@
 rule collect_conversations:
     """Normalises, de-duplicates and decontaminates the sources; deals rows to parts, holds validation rows out."""
     input:
-        code("collect_conversations"),
         sources=local_sources(),
     output:
         expand("<run>/conversations/{part}/shard-{shard}.parquet", part=[*PARTS, "val"], shard=SHARDS),
@@ -21,6 +20,7 @@ rule collect_conversations:
     conda:
         "../envs/cpu.yaml"
     params:
+        code=code("collect_conversations"),
         conversations=as_json(CONFIG.conversations),
         scatter=as_json(CONFIG.scatter),
     shell:
@@ -34,7 +34,6 @@ rule collect_conversations:
 rule regenerate_responses:
     """The target answers the prompts of one part itself: one engine load, answers kept as token ids."""
     input:
-        code("regenerate_responses"),
         target_manifest(),
         conversations=expand("<run>/conversations/{{part}}/shard-{shard}.parquet", shard=SHARDS),
     output:
@@ -51,6 +50,7 @@ rule regenerate_responses:
         batch_tokens=8192,
         max_num_seqs=128,
     params:
+        code=code("regenerate_responses"),
         target=as_json(CONFIG.target),
         responses=as_json(CONFIG.responses),
         rows=as_json(CONFIG.rows),
@@ -77,7 +77,6 @@ rule regenerate_responses:
 rule tokenize_conversations:
     """Training rows: token ids with a loss mask on what the target said, and counts for the vocabulary."""
     input:
-        code("tokenize_conversations"),
         target_manifest(),
         answered=answered_rows,
     output:
@@ -90,6 +89,7 @@ rule tokenize_conversations:
     conda:
         "../envs/cpu.yaml"
     params:
+        code=code("tokenize_conversations"),
         target=as_json(CONFIG.target),
         responses=as_json(CONFIG.responses),
         rows=as_json(CONFIG.rows),

@@ -7,7 +7,6 @@
 rule build_vocab_mapping:
     """The tokens that the draft can propose: the most frequent ones in what the target said, and all special ones."""
     input:
-        code("build_vocab_mapping"),
         target_manifest(),
         tokens=expand("<run>/tokens/{part}/shard-{shard}.parquet", part=[*PARTS, "val"], shard=SHARDS),
         counts=expand("<run>/tokens/{part}/counts.json", part=[*PARTS, "val"]),
@@ -22,6 +21,7 @@ rule build_vocab_mapping:
     conda:
         "../envs/cpu.yaml"
     params:
+        code=code("build_vocab_mapping"),
         target=as_json(CONFIG.target),
         vocabulary=as_json(CONFIG.vocabulary),
         tokens=lambda wildcards, input: folder(input.tokens, 2),
@@ -41,7 +41,6 @@ rule build_vocab_mapping:
 rule draft_config:
     """The draft's architecture: what the config asks for, and what must agree with the target."""
     input:
-        code("draft_config"),
         target_manifest(),
     output:
         "<run>/draft/config.json",
@@ -52,6 +51,7 @@ rule draft_config:
     conda:
         "../envs/cpu.yaml"
     params:
+        code=code("draft_config"),
         target=as_json(CONFIG.target),
         draft=as_json(CONFIG.draft),
         vocabulary=as_json(CONFIG.vocabulary),
@@ -69,7 +69,6 @@ rule draft_config:
 rule train_draft:
     """One pass over the training rows; segment k continues from segment k - 1. The weights lie beside the record."""
     input:
-        code("train_draft"),
         previous_segment,
         draft="<run>/draft/config.json",
         head=ancient("<run>/target/head.safetensors"),
@@ -87,6 +86,7 @@ rule train_draft:
     resources:
         gpu=0,
     params:
+        code=code("train_draft"),
         target=as_json(CONFIG.target),
         training=as_json(CONFIG.training),
         vocabulary=lambda wildcards, input: folder(input.vocabulary),
@@ -113,7 +113,6 @@ rule train_draft:
 rule select_checkpoint:
     """The checkpoint with the best simulated acceptance length on validation rows; the lowest loss is not the aim."""
     input:
-        code("select_checkpoint"),
         checkpoints=expand("<run>/checkpoints/{segment}.json", segment=SEGMENTS),
         draft="<run>/draft/config.json",
         head=ancient("<run>/target/head.safetensors"),
@@ -131,6 +130,7 @@ rule select_checkpoint:
     resources:
         gpu=0,
     params:
+        code=code("select_checkpoint"),
         target=as_json(CONFIG.target),
         speculative_tokens=CONFIG.evaluation.methods["eagle3"].num_speculative_tokens,
         vocabulary=lambda wildcards, input: folder(input.vocabulary),
@@ -156,7 +156,6 @@ rule select_checkpoint:
 rule export_draft:
     """The folder that `vllm serve --speculative-config` takes, checked tensor by tensor, with a model card."""
     input:
-        code("export_draft"),
         target_manifest(),
         selected="<run>/selected.json",
         draft="<run>/draft/config.json",
@@ -171,6 +170,7 @@ rule export_draft:
     conda:
         "../envs/cpu.yaml"
     params:
+        code=code("export_draft"),
         target=as_json(CONFIG.target),
         checkpoints=f"{RUN}/checkpoints",
         vocabulary=lambda wildcards, input: folder(input.vocabulary),

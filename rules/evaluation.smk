@@ -7,7 +7,6 @@
 rule evaluate_method:
     """Every suite decoded by one method with the real engine: outputs, acceptance, tokens per second."""
     input:
-        code("evaluate_method"),
         target_manifest(),
         exported_head,
         baseline=baseline_results,
@@ -27,6 +26,7 @@ rule evaluate_method:
         gpu=0,
         batch_tokens=4096,
     params:
+        code=code("evaluate_method"),
         target=as_json(CONFIG.target),
         evaluation=as_json(CONFIG.evaluation),
         export=f"{RUN}/export",
@@ -53,7 +53,6 @@ rule evaluate_method:
 rule simulate_acceptance:
     """The exported draft teacher-forced over the baseline's answers and walked as the server walks."""
     input:
-        code("simulate_acceptance"),
         target_manifest(),
         export="<run>/export/manifest.json",
         baseline=expand("<run>/evaluation/baseline/{suite}.json", suite=SUITES),
@@ -71,6 +70,7 @@ rule simulate_acceptance:
         batch_tokens=4096,
         max_num_seqs=128,
     params:
+        code=code("simulate_acceptance"),
         target=as_json(CONFIG.target),
         evaluation=as_json(CONFIG.evaluation),
         baseline=lambda wildcards, input: folder(input.baseline),
@@ -92,7 +92,6 @@ rule simulate_acceptance:
 rule compare_methods:
     """One summary of all methods and suites, and the plots."""
     input:
-        code("compare_methods"),
         methods=expand("<run>/evaluation/{method}/{suite}.json", method=METHODS, suite=SUITES),
         simulated=expand("<run>/evaluation/simulated/{suite}.json", suite=SUITES),
         checkpoints=expand("<run>/checkpoints/{segment}.json", segment=SEGMENTS),
@@ -108,6 +107,7 @@ rule compare_methods:
     conda:
         "../envs/cpu.yaml"
     params:
+        code=code("compare_methods"),
         evaluation=as_json(CONFIG.evaluation),
         run=lambda wildcards, input: folder(input.coverage, 2),
         suites=SUITES,
@@ -124,7 +124,6 @@ rule compare_methods:
 rule report:
     """The run as one self-contained page: what was made, from what, how well it works, what it does not show."""
     input:
-        code("report"),
         "scripts/eagle3/report_template.html.j2",
         summary="<run>/evaluation/summary.json",
         plots=expand("<run>/evaluation/plots/{plot}.svg", plot=PLOTS),
@@ -137,6 +136,7 @@ rule report:
     conda:
         "../envs/cpu.yaml"
     params:
+        code=code("report"),
         config=as_json(CONFIG),
         run=lambda wildcards, input: folder(input.summary, 2),
     shell:
@@ -150,7 +150,6 @@ rule report:
 rule check_gate:
     """Fails when the summary misses what the config asks for. It runs last, so that a miss destroys nothing."""
     input:
-        code("check_gate"),
         summary="<run>/evaluation/summary.json",
         report="<run>/report.html",
     output:
@@ -162,6 +161,7 @@ rule check_gate:
     conda:
         "../envs/cpu.yaml"
     params:
+        code=code("check_gate"),
         gate=as_json(CONFIG.gate),
     shell:
         "bin/in-env python -m scripts.check_gate"

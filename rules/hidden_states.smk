@@ -7,7 +7,6 @@
 rule extract_hidden_states:
     """Auxiliary and final states of all rows of one part: one engine load, proven aligned before any bulk work."""
     input:
-        code("extract_hidden_states"),
         target_manifest(),
         tokens=expand("<run>/tokens/{{part}}/shard-{shard}.parquet", shard=SHARDS),
     output:
@@ -25,6 +24,7 @@ rule extract_hidden_states:
         batch_tokens=4096,
         max_num_seqs=128,
     params:
+        code=code("extract_hidden_states"),
         target=as_json(CONFIG.target),
         tokens=lambda wildcards, input: folder(input.tokens),
         store=STATES_STORE,

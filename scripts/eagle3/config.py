@@ -166,6 +166,9 @@ class Evaluation(Section):
         for name in ("baseline", "eagle3"):
             if name not in self.methods or self.methods[name].kind != name:
                 raise ValueError(f"needs a method named {name} of kind {name}")
+        for name in ("simulated", "plots"):
+            if name in self.methods:
+                raise ValueError(f"a method cannot be named {name}: that folder of the evaluation is taken")
         return self
 
 

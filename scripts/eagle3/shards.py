@@ -147,5 +147,5 @@ class Shard:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0][:120] if lines else type(error).__name__
+    # up to the first sentence: libraries add advice that does not apply here
+    return str(error).split("\n")[0].split(". ")[0].split(" (")[0] or type(error).__name__

@@ -18,15 +18,18 @@ from safetensors.torch import load_file, save_file
 
 from scripts import canary, collect_conversations, extract_target_head, make_tiny_target
 from scripts.canary import Canary
+from scripts.eagle3.batches import make_row
 from scripts.eagle3.config import Conversations, Draft, Parts, Source, Target
-from scripts.eagle3.draft import head_metadata
+from scripts.eagle3.draft import build_draft, head_metadata, save_trainable, trainable_state
 from scripts.eagle3.engine import Hardware
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.export import WEIGHTS, check_export, write_manifest
+from scripts.eagle3.export import WEIGHTS, check_export, export_tensors, write_manifest
+from scripts.eagle3.extraction import extract_rows
 from scripts.eagle3.files import sha256_file
 from scripts.eagle3.shards import Shard, StateRow, write_shard
 
 ROOT = Path(__file__).parents[2]
+HARDWARE = Hardware(max_num_seqs=32, kv_cache_gb=1)
 
 
 def run_canary(target: Target, folder: Path) -> tuple[Canary, dict[str, Any]]:
@@ -37,7 +40,7 @@ def run_canary(target: Target, folder: Path) -> tuple[Canary, dict[str, Any]]:
         validation_fraction=0.4,
     )
     collect_conversations.run(conversations, Parts(), folder / "conversations")
-    made = Canary(target, Draft(), folder / "canary", Hardware(max_num_seqs=32, kv_cache_gb=1))
+    made = Canary(target, Draft(), folder / "canary", HARDWARE)
     command = [
         *(sys.executable, "-m", "scripts.canary"),
         *("--target", target.model_dump_json()),
@@ -104,15 +107,14 @@ def states_one_token_late(made: Canary, _: Target) -> None:
 
 
 def final_state_one_layer_early(made: Canary, _: Target) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(made.target.path, dtype=torch.float32)
+    early = made.target.model_copy(update={"aux_layer_ids": [2, 4, made.target.num_hidden_layers - 1]})
+    shard = Shard(made.folder / "hidden/part-0/shard-0.pt")
+    rows = [make_row(row.token_ids.tolist()) for row in shard]
+    captured = {row.key: row for row in extract_rows(early, HARDWARE, rows, "bfloat16", made.folder / "early")}
 
     def change(row: StateRow) -> torch.Tensor:
-        with torch.no_grad():
-            early = model(row.token_ids[None].long(), output_hidden_states=True).hidden_states[-2][0]
         states = row.hidden_states.clone()
-        states[:, -1] = early.to(states.dtype)
+        states[:, -1] = captured[row.key].hidden_states[:, -2]
         return states
 
     rewrite_states(made, change)
@@ -210,7 +212,7 @@ def planted(sound: tuple[Canary, dict[str, Any]], fault: str, folder: Path) -> C
     else:
         shutil.rmtree(made.folder / "evaluation/eagle3")
     other = folder / "other"
-    make_tiny_target.run("tiny-llama", other, seed=1)
+    make_tiny_target.run(Path(made.target.path).name, other, seed=1)
     plant(made, made.target.model_copy(update={"path": str(other)}))
     return made
 
@@ -242,9 +244,8 @@ def test_planted_fault_is_stopped_or_ruins_the_acceptance(sound, fault, tmp_path
     assert acceptance_length < 2.5
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_is_stopped_by_its_check(sound, fault, tmp_path):
-    made = planted(sound, fault, tmp_path)
+def assert_stopped_by_its_check(sound: tuple[Canary, dict[str, Any]], fault: str, folder: Path) -> None:
+    made = planted(sound, fault, folder)
     stage, _, check = FAULTS[fault]
     with pytest.raises(StageError, match=check):
         if stage == "inputs":
@@ -252,6 +253,26 @@ def test_planted_fault_is_stopped_by_its_check(sound, fault, tmp_path):
             canary.overfit(made)
         else:
             check_export(made.folder / "export", made.target, made.files)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_stopped_by_its_check(sound, fault, tmp_path):
+    assert_stopped_by_its_check(sound, fault, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_on_tiny_kimi_is_stopped_by_its_check(sound_kimi, fault, tmp_path):
+    assert_stopped_by_its_check(sound_kimi, fault, tmp_path)
+
+
+def test_untrained_head_is_accepted_hardly_ever(sound, tmp_path):
+    made = planted(sound, "exported d2t absolute", tmp_path)
+    untrained = build_draft(*made.files, seed=5)
+    save_trainable(trainable_state(untrained), made.folder / "untrained.safetensors")
+    tensors = export_tensors(made.folder / "untrained.safetensors", made.files)
+    save_file(tensors, made.folder / "export" / WEIGHTS, metadata={"format": "pt"})
+    assert go_on(made, "export") < 1.3
 
 
 def test_changed_export_is_not_served(sound, tmp_path):

@@ -17,8 +17,6 @@ from scripts.eagle3.extraction import Extractor, open_extractor
 from scripts.eagle3.shards import Shard
 from tests.capture_case import HARDWARE, LAYERS, LENGTHS, assert_neighbours_differ, captured, make_rows, relative_error
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def llama(tiny_llama: Target) -> Iterator[Extractor]:

@@ -19,8 +19,6 @@ from scripts.eagle3.shards import Shard
 from scripts.eagle3.target import fingerprint
 from scripts.extract_hidden_states import main
 
-pytestmark = pytest.mark.slow
-
 ROWS_PER_SHARD = 40
 DEADLINE_S = 180
 LAYERS = [2, 4, 5, 8]

@@ -19,7 +19,6 @@ from scripts.eagle3.rows import RESPONSES, read_provenance, read_rows
 from scripts.eagle3.target import load_tokenizer
 from tests.generation_case import HARDWARE, HARDWARE_OPTIONS, conversation, make_stopping_target, write_conversations
 
-pytestmark = pytest.mark.slow
 MAX_TOKENS, MAX_LENGTH = 32, 256
 STOP_IDS = list(range(300, 312))
 DEADLINE_S = 180

@@ -18,6 +18,8 @@ MINIMAL: dict[str, Any] = {
     "conversations": {"train": [{"path": "a.jsonl"}], "evaluation": {"suite": {"path": "b.jsonl"}}},
 }
 
+BOTH = {"baseline": {"kind": "baseline"}, "eagle3": {"kind": "eagle3"}}
+
 
 def with_value(key: str, value: Any) -> dict[str, Any]:
     values = copy.deepcopy(MINIMAL)
@@ -54,6 +56,7 @@ def test_demo_config_is_valid():
         ("target.aux_layer_ids", [2, 4, 8], "1 <= k < 8"),
         ("target.aux_layer_ids", [0, 4, 5], "1 <= k < 8"),
         ("evaluation.methods", {"eagle3": {"kind": "eagle3"}}, "baseline"),
+        ("evaluation.methods", {**BOTH, "simulated": {"kind": "ngram"}}, "cannot be named simulated"),
         ("responses", "keep", "responses"),
     ],
 )
