@@ -26,7 +26,7 @@ vllm serve {path} \\
   --speculative-config '{{"method": "eagle3", "model": "FOLDER OR ID OF THIS HEAD", "num_speculative_tokens": {k}}}'
 ```
 
-vLLM 0.22 to 0.32.{norm_output}
+Checked with vLLM 0.22 and 0.32.{norm_output}
 
 ## What it reads
 
