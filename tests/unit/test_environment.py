@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import re
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ def test_builds_for_another_torch_stay_out(name):
 
 
 def test_installed_versions_are_the_locked_ones():
-    installed = {dist.metadata["Name"].lower().replace("_", "-"): dist.version for dist in importlib.metadata.distributions()}
+    # of the environment's own folder: setuptools, once imported, adds its vendored packages to sys.path
+    found = importlib.metadata.distributions(path=[sysconfig.get_paths()["purelib"]])
+    installed = {dist.metadata["Name"].lower().replace("_", "-"): dist.version for dist in found}
     wrong = {name: (version, installed.get(name)) for name, version in LOCK.items() if installed.get(name) != version}
     assert len(LOCK) > 100
     assert wrong == {}
