@@ -210,10 +210,6 @@ def run(
     made_from = {suite: read_provenance(conversations / f"{suite}.parquet")[0] for suite in suites}
     compared = _read_baseline(method, baseline, suites)
     draft = Path(method.model or export) if method.kind == "eagle3" else None
-    if draft and method.model is None:
-        from scripts.eagle3.export import check_manifest
-
-        check_manifest(draft)
     settings = {
         **evaluation.model_dump(include={"max_tokens", "temperature", "max_num_seqs"}),
         "method": method.model_dump(include=_settings_of(method)),
@@ -224,6 +220,10 @@ def run(
         "settings": settings,
         "draft": draft_fingerprint(draft, target) if draft else None,
     }
+    if draft and method.model is None:
+        from scripts.eagle3.export import check_manifest
+
+        check_manifest(draft)
     evaluator = Evaluator(target, evaluation, method, draft, hardware)
     evaluator.plan(rows)
     # seconds of different machines do not add up, so the device is part of the store's name

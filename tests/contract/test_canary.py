@@ -142,7 +142,8 @@ def exported_tensor_of_another_target(name: str) -> Callable[[Canary, Target], N
         head = made.folder / "other.safetensors"
         extract_target_head.run(other, head)
         foreign = load_file(head)[name]
-        tensors[name] = foreign[tensors["t2d"]] if name == "lm_head.weight" else foreign
+        foreign = foreign[tensors["t2d"]] if name == "lm_head.weight" else foreign
+        tensors[name] = foreign.to(tensors[name].dtype)
         save_file(tensors, made.folder / "export" / WEIGHTS, metadata={"format": "pt"})
 
     return plant

