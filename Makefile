@@ -7,7 +7,7 @@ export TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ENV := cpu
 
 # `test-all` runs these folders of tests/ one after the other, each in a process of its own (engines free their memory).
-TEST_GROUPS := unit contract workflow
+TEST_GROUPS := unit contract workflow cluster versions demo
 
 WORKFLOW := .venvs/workflow/bin
 CPU := .venvs/cpu/bin
@@ -15,7 +15,7 @@ SNAKEMAKE := PATH="$(CURDIR)/$(WORKFLOW):$$PATH" snakemake
 PYTEST := EAGLE3_ENV=cpu $(CPU)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all format lint lock clean-env
+.PHONY: help env demo restore-production test test-all format lint lock clean-env
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## /\1\t/' | expand -t 20
@@ -26,6 +26,9 @@ env: ## build the environments: workflow and cpu (ENV=cuda: workflow and cuda)
 
 demo: env ## the whole pipeline with a small real model, on CPU
 	EAGLE3_ENV=$(ENV) $(SNAKEMAKE) --cores all
+
+restore-production: ## after a run was killed: start the production server again, clear the lock
+	$(WORKFLOW)/python -m scripts.restore_production
 
 test: env ## all tests but the slow ones, on CPU
 	$(PYTEST) -m "not slow and not gpu"

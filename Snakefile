@@ -20,10 +20,32 @@ include: "rules/conversations.smk"
 include: "rules/hidden_states.smk"
 include: "rules/draft.smk"
 include: "rules/evaluation.smk"
-include: "rules/canary.smk"
+include: "rules/on_demand.smk"
+
+
+from scripts.eagle3.run_hooks import begin_run, end_run, note_dead_run
+
+# Stages save and end when they are asked to; the shell around them, and tee, only wait for that.
+shell.prefix("set -euo pipefail; trap '' TERM INT HUP; ")
+
+if workflow.is_main_process:
+    note_dead_run(Path.cwd())
+
+
+onstart:
+    try:
+        begin_run(workflow, CONFIG, Path.cwd())
+    except StageError as error:
+        raise WorkflowError(str(error))
+
+
+onsuccess:
+    if not end_run():
+        raise WorkflowError("everything is made, but the production server is not back: make restore-production")
 
 
 onerror:
+    end_run()
     # the cause once more, at the end of a long screen
     print(*stage_errors(), sep="\n", file=sys.stderr)
 

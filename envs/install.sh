@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Builds one Python environment from its lock and links it as .venvs/NAME.
 #
-#   in:   envs/NAME.lock (NAME is workflow, cpu or cuda), Python 3.11
+#   in:   envs/NAME.lock, Python 3.11
 #   out:  ${EAGLE3_CACHE:-~/.cache/eagle3-flow}/envs/NAME-<hash of lock and this script>, shared by all clones of a user
 #
-# Run it through `make env`. A second run takes a second; an interrupted one starts anew. Environment variables:
+# Run it through `make env`. A second run takes a second and writes nothing but the link, so that a folder which one user
+# filled serves others who may only read it; an interrupted run starts anew. Environment variables:
 #   PYTHON           the Python 3.11 to use, if it is not on PATH as python3.11 or python3
-#   EAGLE3_CACHE     where environments are kept
+#   EAGLE3_CACHE     where environments are kept, e.g. on a cluster's shared disk (docs/environments.md)
 #   TORCH_CPU_INDEX  index of PyTorch's CPU wheels (set by the Makefile), asked only where pip does not find the wheel itself
 set -euo pipefail
 
@@ -20,12 +21,16 @@ fail() { echo "envs/install.sh: $*" >&2; exit 1; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 name=${1:-}
 lock=$root/envs/$name.lock
-[[ -n $name && -f $lock ]] || fail "expected one of workflow, cpu, cuda; got '$name'"
+[[ -n $name && -f $lock ]] || fail "expected a name with a lock in envs/: $(cd "$root/envs" && echo *.lock); got '$name'"
 
 digest=$(cat "$lock" "${BASH_SOURCE[0]}" | sha256sum | cut -c1-12)
-cache=${EAGLE3_CACHE:-$HOME/.cache/eagle3-flow}/envs
+cache=$(realpath -ms "${EAGLE3_CACHE:-$HOME/.cache/eagle3-flow}")/envs
 venv=$cache/$name-$digest
-stamp=$venv/.complete    # written last: without it the folder is the rest of an interrupted build
+link=$root/.venvs/$name
+stamp=.complete    # written last: without it the folder is the rest of an interrupted build
+
+# A stamp beside a Python that is gone (upgraded, moved) is no environment either.
+ready() { [[ -f $1/$stamp && -x $1/bin/python ]]; }
 
 find_python() {
     local candidate
@@ -94,14 +99,18 @@ build() {
     pip_install --only-binary :all: -r "$requirements/wheels.txt"
     [[ ! -s $requirements/source.txt ]] || pip_install --no-build-isolation -r "$requirements/source.txt"
     kill "$pulse"
-    touch "$stamp"
+    touch "$venv/$stamp"
     echo "[$name] ready after $SECONDS s"
 }
 
-mkdir -p "$cache" "$root/.venvs"
-log=$cache/$name-$digest.log
-exec 9>"$cache/$name-$digest.lock"
-flock --nonblock 9 || { echo "[$name] another process builds it; waiting"; flock 9; }
-# A stamp beside a Python that is gone (upgraded, moved) is no environment either.
-[[ -f $stamp && -x $venv/bin/python ]] || build
-ln -sfnT "$venv" "$root/.venvs/$name"
+# What an earlier call linked stays, wherever it lies: EAGLE3_CACHE is needed once, not in every shell.
+if [[ -z ${EAGLE3_CACHE:-} && $(readlink "$link") == */"$name-$digest" ]] && ready "$link"; then exit; fi
+mkdir -p "$root/.venvs"
+if ! ready "$venv"; then
+    mkdir -p "$cache"
+    log=$cache/$name-$digest.log
+    exec 9>"$cache/$name-$digest.lock"
+    flock --nonblock 9 || { echo "[$name] another process builds it; waiting"; flock 9; }
+    ready "$venv" || build
+fi
+ln -sfnT "$venv" "$link"

@@ -5,6 +5,7 @@
 
 import sys
 from pathlib import Path
+from shlex import quote
 
 sys.path.insert(0, workflow.basedir)
 
@@ -24,7 +25,12 @@ SUITES = list(CONFIG.conversations.evaluation)
 METHODS = list(CONFIG.evaluation.methods)
 SEGMENTS = range(CONFIG.training.segments)
 PLOTS = ["training", "acceptance", "coverage", "segments"]
-STATES_STORE = f"{CONFIG.storage.hidden_states}/{CONFIG.run}" if CONFIG.storage.hidden_states else f"{RUN}/store"
+EXPORT = ["manifest.json", "config.json", "model.safetensors", "provenance.json", "README.md"]
+
+# Finished work of long jobs, and what else stays on the shared disk when results lie in object storage.
+STORE = f"{RUN}/store"
+METRICS = f"{RUN}/metrics"
+STATES_STORE = f"{CONFIG.storage.hidden_states}/{CONFIG.run}" if CONFIG.storage.hidden_states else STORE
 
 # Capped to the cores of the machine: on a laptop the heavy jobs then run one after the other.
 ALL_CORES = 64
@@ -58,7 +64,7 @@ def folder(files, up=1):
 def target_manifest():
     """The manifest of a target that this workflow makes; nothing for a target that lies elsewhere."""
     path = CONFIG.target.path
-    return [f"{path}/manifest.json"] if path.startswith("results/targets/") else []
+    return [local(f"{path}/manifest.json")] if path.startswith("results/targets/") else []
 
 
 def answered_rows(wildcards):
@@ -67,21 +73,31 @@ def answered_rows(wildcards):
     return [f"{RUN}/{stage}/{wildcards.part}/shard-{shard}.parquet" for shard in SHARDS]
 
 
+def answered_prompts():
+    """All shards of the target's own answers; nothing where the data set's are kept."""
+    return (
+        []
+        if CONFIG.responses == "given"
+        else expand("<run>/responses/{part}/shard-{shard}.parquet", part=[*PARTS, "val"], shard=SHARDS)
+    )
+
+
 def previous_segment(wildcards):
     """The record that segment k continues from."""
-    return [f"{RUN}/checkpoints/{int(wildcards.segment) - 1}.json"] if int(wildcards.segment) else []
+    return [local(f"{RUN}/checkpoints/{int(wildcards.segment) - 1}.json")] if int(wildcards.segment) else []
 
 
 def local_sources():
     """The files among the sources; ids of data sets are downloaded by the job, missing files are refused by it."""
     sources = [*CONFIG.conversations.train, *CONFIG.conversations.evaluation.values()]
-    return [source.path for source in sources if Path(source.path).is_file()]
+    return [local(source.path) for source in sources if Path(source.path).is_file()]
 
 
 def exported_head(wildcards):
     """The run's own export, for a method that decodes with it."""
     method = CONFIG.evaluation.methods[wildcards.method]
-    return [f"{RUN}/export/manifest.json"] if method.kind == "eagle3" and method.model is None else []
+    own = method.kind == "eagle3" and method.model is None
+    return [f"{RUN}/export/{file}" for file in EXPORT] if own else []
 
 
 def baseline_results(wildcards):

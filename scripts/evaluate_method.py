@@ -191,7 +191,7 @@ def run(
     target: Target,
     evaluation: Evaluation,
     name: str,
-    export: Path,
+    export: Path | None,
     baseline: Path | None,
     conversations: Path,
     suites: Sequence[str],
@@ -209,7 +209,11 @@ def run(
     rows = {suite: read_rows(conversations / f"{suite}.parquet", CONVERSATIONS) for suite in suites}
     made_from = {suite: read_provenance(conversations / f"{suite}.parquet")[0] for suite in suites}
     compared = _read_baseline(method, baseline, suites)
-    draft = Path(method.model or export) if method.kind == "eagle3" else None
+    draft = None
+    if method.kind == "eagle3":
+        if method.model is None and export is None:
+            raise StageError(f"method {name} decodes with this run's head: --export is missing")
+        draft = Path(method.model or str(export))
     settings = {
         **evaluation.model_dump(include={"max_tokens", "temperature", "max_num_seqs"}),
         "method": method.model_dump(include=_settings_of(method)),
@@ -311,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", type=section(Target), required=True, help="section of the config, JSON")
     parser.add_argument("--evaluation", type=section(Evaluation), required=True, help="section of the config, JSON")
     parser.add_argument("--method", required=True, help="name of one of its methods")
-    parser.add_argument("--export", type=Path, required=True, help="folder of this run's exported head")
+    parser.add_argument("--export", type=Path, help="folder of this run's exported head; only for methods that decode with it")
     parser.add_argument("--baseline", type=Path, help="folder of the baseline's results; not for the baseline itself")
     parser.add_argument("--conversations", type=Path, required=True, help="folder of the suites' conversations")
     parser.add_argument("--suites", nargs="+", required=True, help="names of the suites")

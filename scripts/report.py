@@ -27,8 +27,8 @@ PLOTS = {
 EXAMPLE_TOKENS = 160
 
 
-def run(config: Config, folder: Path, output: Path) -> None:
-    """Writes the page of the run in `folder`; StageError where the summary or a plot is missing."""
+def run(config: Config, folder: Path, hidden: Path, output: Path) -> None:
+    """Writes the page of the run in `folder`, whose states lie in `hidden`; StageError where the summary or a plot is missing."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     summary = read_json(folder / "evaluation" / "summary.json")
@@ -47,7 +47,7 @@ def run(config: Config, folder: Path, output: Path) -> None:
         headline=headline(summary),
         checks=gate_checks(summary, config.gate),
         agreement=agreement(summary),
-        steps=[step for step in work_done(config, folder) if step["facts"]],
+        steps=[step for step in work_done(config, folder, hidden) if step["facts"]],
         plots=[{"caption": caption, "svg": inline_svg(folder, name)} for name, caption in PLOTS.items()],
         examples=list(examples(folder, summary)),
         caveats=caveats(config, folder, summary),
@@ -100,11 +100,11 @@ def agreement(summary: Record) -> list[Record]:
     return rows
 
 
-def work_done(config: Config, folder: Path) -> Iterator[Record]:
+def work_done(config: Config, folder: Path, hidden: Path) -> Iterator[Record]:
     """The stages in order, each with its facts (name, value); a stage whose records are not there has none."""
     yield {"title": "Conversations", "facts": conversation_facts(folder)}
     yield {"title": "Answers of the target", "facts": answer_facts(config, folder)}
-    yield {"title": "Training rows", "facts": row_facts(config, folder)}
+    yield {"title": "Training rows", "facts": row_facts(config, folder, hidden)}
     yield {"title": "Draft vocabulary", "facts": vocabulary_facts(folder)}
     yield {"title": "Training", "facts": training_facts(config, folder)}
 
@@ -154,7 +154,7 @@ def answer_facts(config: Config, folder: Path) -> list[tuple[str, str]]:
     ]
 
 
-def row_facts(config: Config, folder: Path) -> list[tuple[str, str]]:
+def row_facts(config: Config, folder: Path, hidden: Path) -> list[tuple[str, str]]:
     """From tokens/{part}/counts.json and the sizes of the hidden-state shards."""
     records = {part: read_optional(folder / "tokens" / part / "counts.json") for part in parts(config)}
     found = {part: record for part, record in records.items() if record is not None}
@@ -173,7 +173,7 @@ def row_facts(config: Config, folder: Path) -> list[tuple[str, str]]:
         ("tokens", f"{total('tokens'):,} for training, {total('masked_tokens'):,} of them what the target said"),
         ("cut", f"{total('rows_cut'):,} rows longer than {config.rows.max_length:,} tokens"),
     ]
-    shards = [path for part in parts(config) for path in (folder / "hidden" / part).glob("shard-*.pt")]
+    shards = [path for part in parts(config) for path in (hidden / part).glob("shard-*.pt")]
     if shards:
         size = sum(path.stat().st_size for path in shards)
         layers = ", ".join(map(str, config.target.aux_layer_ids))
@@ -305,9 +305,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=section(Config), required=True, help="the whole config, JSON")
     parser.add_argument("--run", type=Path, required=True, help="the run's folder, results/{run}")
+    parser.add_argument("--hidden", type=Path, required=True, help="folder of the hidden states, {part}/shard-{shard}.pt")
     parser.add_argument("--output", type=Path, required=True, help="report.html")
     options = parser.parse_args(argv)
-    run(options.config, options.run, options.output)
+    run(options.config, options.run, options.hidden, options.output)
 
 
 if __name__ == "__main__":

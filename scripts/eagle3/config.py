@@ -33,6 +33,9 @@ class Target(Section):
     )
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="What the engine computes in; float32 is for CPUs.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the target. Off unless you read it.")
+    min_gpus: int = Field(
+        0, ge=0, exclude=True, description="A job that loads the target and is granted fewer GPUs stops. Changing it reruns nothing."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -194,6 +197,16 @@ class Storage(Section):
     hidden_states: str | None = Field(None, description="Folder for states and their store; null is the run's own folder.")
 
 
+class Production(Section):
+    """The server that usually has the GPUs: stopped before the first job that uses them, started when the run ends."""
+
+    host: str | None = Field(None, description="Name of the machine that it runs on; needed under Slurm, else this one.")
+    stop: str = Field(description="Shell command that stops it and returns when it is down.")
+    start: str = Field(description="Shell command that starts it and returns at once; also run where it is up already.")
+    health: str = Field(pattern=r"^https?://", description="URL that answers 200 when it serves.")
+    timeout: int = Field(3600, ge=1, description="Seconds that a stop may take, and a start until it is healthy.")
+
+
 class Config(Section):
     """The whole configuration of one run."""
 
@@ -210,7 +223,11 @@ class Config(Section):
     training: Training = Field(default_factory=Training)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     gate: Gate = Field(default_factory=Gate)
-    storage: Storage = Field(default_factory=Storage)
+    storage: Storage = Field(default_factory=Storage, exclude=True)
+    production: Production | None = Field(None, exclude=True, description="The server that makes room; null: there is none.")
+    grace_s: int = Field(
+        120, ge=1, exclude=True, description="Seconds that running jobs get to save and end when Snakemake is asked to stop."
+    )
 
 
 def load_config(values: dict[str, Any]) -> Config:

@@ -23,29 +23,29 @@ class Hardware:
 
     batch_tokens: int = 4096
     max_num_seqs: int = 64
-    gpu_memory_fraction: float = 0.9
+    gpu_memory_percent: int = 90
     kv_cache_gb: int = 2
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        """Adds --batch-tokens, --max-num-seqs, --gpu-memory-fraction and --kv-cache-gb."""
+        """Adds --batch-tokens, --max-num-seqs, --gpu-memory-percent and --kv-cache-gb."""
         default = Hardware()
         parser.add_argument("--batch-tokens", type=int, default=default.batch_tokens, help="tokens of one engine step")
         parser.add_argument("--max-num-seqs", type=int, default=default.max_num_seqs, help="requests that run together")
         parser.add_argument(
-            "--gpu-memory-fraction", type=float, default=default.gpu_memory_fraction, help="GPUs: share for vLLM"
+            "--gpu-memory-percent", type=int, default=default.gpu_memory_percent, help="GPUs: share of their memory for vLLM"
         )
         parser.add_argument("--kv-cache-gb", type=int, default=default.kv_cache_gb, help="CPU: memory for the KV cache")
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> "Hardware":
         """Reads what `add_options` added."""
-        return cls(options.batch_tokens, options.max_num_seqs, options.gpu_memory_fraction, options.kv_cache_gb)
+        return cls(options.batch_tokens, options.max_num_seqs, options.gpu_memory_percent, options.kv_cache_gb)
 
 
 def on_cpu() -> bool:
-    """Whether this job runs in the CPU environment ($EAGLE3_ENV, set by bin/in-env)."""
-    return os.environ.get("EAGLE3_ENV", "cpu") == "cpu"
+    """Whether this job runs in a CPU environment ($EAGLE3_ENV, set by bin/in-env: cpu, or one of the tests' cpu-vllm-*)."""
+    return os.environ.get("EAGLE3_ENV", "cpu").startswith("cpu")
 
 
 def visible_gpus() -> int:
@@ -118,7 +118,7 @@ def load_engine(
         "seed": 0,
     }
     if not on_cpu():
-        settings["gpu_memory_utilization"] = hardware.gpu_memory_fraction
+        settings["gpu_memory_utilization"] = hardware.gpu_memory_percent / 100
     if "vision_config" in read_json(folder / "config.json"):
         settings["language_model_only"] = True  # every row is text: the vision tower is neither built nor profiled
     if speculative is not None:

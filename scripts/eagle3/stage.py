@@ -1,6 +1,7 @@
 """The frame of every stage: parse, run, and end with one line on failure.
 
-In: a stage's `main`. Out: exit code 0, or 1 with one line on standard error. A job whose Snakemake has died ends itself.
+In: a stage's `main`. Out: exit code 0; 1 with one line on standard error; 128 + n after signal n, when `main` has saved what
+it had. A job whose Snakemake, shell or supervisor has died ends itself.
 """
 
 import argparse
@@ -12,14 +13,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from scripts.eagle3.errors import StageError
+from scripts.eagle3.processes import ancestors, arguments, is_snakemake, kill_descendants, start_time
 
 SectionT = TypeVar("SectionT", bound=BaseModel)
 WATCH_INTERVAL_S = 1.0
+LAST_WORDS_S = 2
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SUPERVISOR = "scripts.on_gpus"
 
 
 def section(model: type[SectionT]) -> Callable[[str], SectionT]:
@@ -39,8 +44,8 @@ def section(model: type[SectionT]) -> Callable[[str], SectionT]:
 def run_stage(main: Callable[[Sequence[str] | None], None]) -> NoReturn:
     """Runs `main(None)`; a StageError becomes one line and exit code 1. Other exceptions keep their trace."""
     name = Path(sys.argv[0]).stem
-    end_with_snakemake()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    end_with_ancestors()
+    end_on_signals()
     try:
         main(None)
     except StageError as error:
@@ -49,67 +54,64 @@ def run_stage(main: Callable[[Sequence[str] | None], None]) -> NoReturn:
     sys.exit(0)
 
 
-def end_with_snakemake() -> None:
-    """Kills this process's children and itself within seconds once the Snakemake that started it is gone.
+def end_on_signals() -> None:
+    """The first SIGTERM, SIGINT or SIGHUP ends the stage through SystemExit, so that it saves; later ones are ignored."""
 
-    The direct parent is only a shell, which outlives a killed Snakemake; so the nearest ancestor whose command line names
-    snakemake is watched. Without such an ancestor (a stage typed by hand) nothing is watched.
+    def end(number: int, frame: object) -> NoReturn:
+        for each in ENDING_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        sys.stdout, sys.stderr = _Unbreakable(sys.stdout), _Unbreakable(sys.stderr)
+        sys.exit(128 + number)
+
+    for each in ENDING_SIGNALS:
+        signal.signal(each, end)
+
+
+class _Unbreakable:
+    """A stream that swallows failures: the signal may have ended the reader of the pipe, and saving must go on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def end_with_ancestors() -> None:
+    """Kills this process's children and itself within seconds once one of those that started it is gone.
+
+    Watched are all ancestors up to Snakemake: a killed shell or supervisor leaves nobody who waits for this job, and a
+    killed Snakemake leaves a shell that does. A stage typed by hand watches at most its supervisor.
     """
-    pid = _snakemake_ancestor()
-    if pid is None:
+    watched = {pid: start_time(pid) for pid in _chain()}
+    if not watched:
         return
-    born = _start_time(pid)
 
     def watch() -> None:
-        while _start_time(pid) == born:
+        while all(start_time(pid) == born for pid, born in watched.items()):
             time.sleep(WATCH_INTERVAL_S)
-        print("snakemake is gone: this job ends itself; finished rows are kept", file=sys.stderr, flush=True)
-        for child in _descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+        kill_descendants(os.getpid())
+        signal.alarm(LAST_WORDS_S)  # whoever should read them may be gone, or stuck
+        with contextlib.suppress(OSError, ValueError):
+            print("what started this job is gone: it ends itself; finished rows are kept", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="end_with_snakemake", daemon=True).start()
+    threading.Thread(target=watch, name="end_with_ancestors", daemon=True).start()
 
 
-def _snakemake_ancestor() -> int | None:
-    pid = os.getppid()
-    while pid > 1:
-        try:
-            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            return None
-        # the program itself, not a shell whose script text contains the word
-        if any(os.path.basename(argument) == b"snakemake" for argument in arguments[:3]):
-            return pid
-        pid = _parent(pid)
-    return None
-
-
-def _stat_fields(pid: int) -> list[str] | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rsplit(")", 1)[1].split()
-    return None if fields[0] == "Z" else fields
-
-
-def _parent(pid: int) -> int:
-    fields = _stat_fields(pid)
-    return int(fields[1]) if fields else 0
-
-
-def _start_time(pid: int) -> str | None:
-    fields = _stat_fields(pid)
-    return fields[19] if fields else None
-
-
-def _descendants(pid: int) -> list[int]:
-    parents = {int(entry.name): _parent(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    found, frontier = [], [pid]
-    while frontier:
-        children = [child for child, parent in parents.items() if parent in frontier]
-        found += children
-        frontier = children
-    return found
+def _chain() -> list[int]:
+    above = ancestors(os.getpid())
+    for last in (is_snakemake, lambda pid: SUPERVISOR in arguments(pid)):
+        for index, pid in enumerate(above):
+            if last(pid):
+                return above[: index + 1]
+    return []

@@ -26,7 +26,7 @@ def compare(folder: Path) -> dict:
 
 
 def write_all(folder: Path) -> None:
-    compare_methods.run(CONFIG.evaluation, folder, SUITES, segments=2)
+    compare_methods.run(CONFIG.evaluation, folder, SUITES, folder / "checkpoints", folder / "metrics", segments=2)
 
 
 def test_summary_holds_every_figure_of_every_method_and_suite(folder):

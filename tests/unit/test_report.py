@@ -18,7 +18,7 @@ VOID = {"meta", "br", "path", "use", "rect", "input"}
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_run(tmp_path_factory.mktemp("report") / "sample")
-    compare_methods.run(CONFIG.evaluation, folder, SUITES, segments=2)
+    compare_methods.run(CONFIG.evaluation, folder, SUITES, folder / "checkpoints", folder / "metrics", segments=2)
     return folder
 
 
@@ -32,7 +32,7 @@ def compare_again(folder: Path) -> None:
 
 
 def page(folder: Path, config=CONFIG) -> str:
-    report.run(config, folder, folder / "report.html")
+    report.run(config, folder, folder / "hidden", folder / "report.html")
     return (folder / "report.html").read_text()
 
 

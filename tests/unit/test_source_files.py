@@ -17,6 +17,8 @@ LISTED = sorted({script for text in RULES.values() for script in re.findall(r'co
 def test_every_rule_watches_the_script_that_it_runs():
     for path, text in RULES.items():
         for rule in re.split(r"^rule ", text, flags=re.MULTILINE)[1:]:
+            if "    output:" not in rule:  # runs whenever it is asked for
+                continue
             assert re.findall(r'code\("(\w+)"\)', rule) == re.findall(r"python -m scripts\.(\w+)", rule), path
 
 

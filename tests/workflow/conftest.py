@@ -3,12 +3,14 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("Snakefile", "bin", "config", "envs", "rules", "scripts")
+COPIED = ("Snakefile", "bin", "config", "envs", "profiles", "rules", "scripts")
+LINKS = ("local-rtx6000", "b300-cluster")
 
 
 class Checkout:
@@ -22,6 +24,8 @@ class Checkout:
                 shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy2(source, root / name)
+        for name in LINKS:
+            (root / name).symlink_to((ROOT / name).readlink())
         (root / ".venvs").symlink_to(ROOT / ".venvs")
 
     def command(self, *arguments: str) -> list[str]:
@@ -30,12 +34,14 @@ class Checkout:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "EAGLE3_ENV": "cpu", "PATH": f"{ROOT}/.venvs/workflow/bin:{os.environ['PATH']}"}
 
-    def snakemake(self, *arguments: str, succeeds: bool = True, timeout_s: int = 900) -> str:
+    def snakemake(
+        self, *arguments: str, succeeds: bool = True, timeout_s: int = 900, environment: Mapping[str, str] | None = None
+    ) -> str:
         """Runs to the end; returns what was printed on both streams."""
         done = subprocess.run(
             self.command(*arguments),
             cwd=self.root,
-            env=self.environment(),
+            env={**self.environment(), **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

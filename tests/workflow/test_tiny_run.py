@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,9 @@ import yaml
 
 from scripts.eagle3.config import Target
 from tests.workflow.test_plan import jobs
+
+# pretended: the jobs run on the CPU, the budget, the leases and the counts do not know
+EIGHT_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 AFTER_TRAINING = {
     "select_checkpoint": 1,
@@ -50,11 +56,13 @@ def tiny_config(target: Target) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(checkout, tiny_llama) -> Path:
-    """The results folder of a finished run."""
-    (checkout.root / "tiny.yaml").write_text(yaml.safe_dump(tiny_config(tiny_llama)))
-    checkout.snakemake("--cores", "all", "--configfile", "tiny.yaml")
-    return checkout.root / "results/tiny"
+def run(checkout, tiny_llama) -> Iterator[Path]:
+    """The results folder of a run with the profile of a GPU machine: 8 pretended GPUs, states on another file system."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other_disk:
+        config = {**tiny_config(tiny_llama), "storage": {"hidden_states": other_disk}}
+        (checkout.root / "tiny.yaml").write_text(yaml.safe_dump(config))
+        checkout.snakemake("--profile", "local-rtx6000", "--configfile", "tiny.yaml", environment=EIGHT_GPUS)
+        yield checkout.root / "results/tiny"
 
 
 def planned(checkout, config: dict[str, Any]) -> dict[str, int]:
@@ -95,8 +103,27 @@ def test_summary_has_the_documented_shape(run):
             assert figures["identical"] + figures["ties"] == figures["total"] > 0
 
 
-def test_second_run_has_nothing_to_do(checkout, run):
-    assert "Nothing to be done" in checkout.snakemake("--cores", "all", "--configfile", "tiny.yaml")
+def test_states_lie_on_the_other_disk(run):
+    for shard in run.glob("hidden/*/*.pt"):
+        assert shard.resolve().is_relative_to("/dev/shm")
+    assert not (run / "store/extract_hidden_states").exists()
+
+
+def test_every_gpu_job_was_given_its_gpus(run):
+    granted = {
+        path.relative_to(run / "logs"): re.findall(r"^GPUs ([\d,]+)", path.read_text(), re.MULTILINE)
+        for path in run.glob("logs/**/*.log")
+    }
+    all_gpus = [EIGHT_GPUS["CUDA_VISIBLE_DEVICES"]]
+    for name in ("regenerate_responses/val", "extract_hidden_states/part-0", "evaluate_method/eagle3"):
+        assert granted[Path(f"{name}.log")] == all_gpus
+    assert len(granted[Path("train_draft/0.log")][0].split(",")) == 1
+    assert granted[Path("collect_conversations.log")] == []
+
+
+@pytest.mark.parametrize("place", [["--cores", "all"], ["--profile", "local-rtx6000"], ["--profile", "b300-cluster"]])
+def test_second_run_has_nothing_to_do_wherever_it_is_started(checkout, run, place):
+    assert "Nothing to be done" in checkout.snakemake(*place, "--configfile", "tiny.yaml")
 
 
 def test_touching_config_scripts_and_sources_reruns_nothing(checkout, run):
@@ -109,7 +136,11 @@ def test_touching_config_scripts_and_sources_reruns_nothing(checkout, run):
 
 def test_an_edited_value_reruns_exactly_what_depends_on_it(checkout, run, tiny_llama):
     config = tiny_config(tiny_llama)
+    # where states lie, and what stops for them, is no science
     assert planned(checkout, config) == {}
+    server = {"stop": "true", "start": "true", "health": "http://127.0.0.1:1/health"}
+    target = {**config["target"], "min_gpus": 4}
+    assert planned(checkout, {**config, "target": target, "production": server, "grace_s": 5}) == {}
 
     gate = {**config, "gate": {**config["gate"], "min_acceptance_length": 1.0}}
     assert planned(checkout, gate).keys() == {"check_gate", "report", "all"}

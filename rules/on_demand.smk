@@ -1,0 +1,89 @@
+# On demand, never part of a run: what it will cost, whether all is in place, and whether every stage fits the next.
+#
+# REQUIRED INPUTS   nothing for plan; the target for preflight and canary
+# OUTPUTS           <run>/plan.json and plan.md; a table on the screen; <run>/canary/result.json
+
+
+rule plan:
+    """What the run will write, take and cost, before it starts; fails when the disk cannot hold it."""
+    input:
+        hardware=local("config/hardware.yaml"),
+    log:
+        local("<run>/logs/plan.log"),
+    localrule: True
+    conda:
+        "../envs/cpu.yaml"
+    resources:
+        gpu_model="cpu",
+        node_gpus=0,
+        nodes=1,
+    params:
+        config=as_json(CONFIG),
+        run=RUN,
+        storage=STATES_STORE,
+    shell:
+        "bin/in-env python -m scripts.plan"
+        " --config {params.config:q}"
+        " --run {params.run:q}"
+        " --storage {params.storage:q}"
+        " --hardware {input.hardware:q}"
+        " --gpu-model {resources.gpu_model}"
+        " --gpus {resources.node_gpus}"
+        " --nodes {resources.nodes}"
+        " 2>&1 | tee {log:q}"
+
+
+rule preflight:
+    """Everything that can be checked before the target is loaded, as one table; each red line says what to do."""
+    log:
+        local("<run>/logs/preflight.log"),
+    localrule: True
+    conda:
+        "../envs/cpu.yaml"
+    resources:
+        node_gpus=0,
+        min_gpus=CONFIG.target.min_gpus,
+    params:
+        config=as_json(CONFIG),
+        run=RUN,
+        storage=STATES_STORE,
+        production=f"--production {quote(as_json(CONFIG.production))}" if CONFIG.production else "",
+    shell:
+        "bin/in-env python -m scripts.preflight"
+        " --config {params.config:q}"
+        " --run {params.run:q}"
+        " --storage {params.storage:q}"
+        " --gpus {resources.node_gpus}"
+        " --min-gpus {resources.min_gpus}"
+        " {params.production}"
+        " 2>&1 | tee {log:q}"
+
+
+rule canary:
+    """Overfits a few rows of the target's own answers; a sound pipeline then accepts nearly every drafted token."""
+    input:
+        target_manifest(),
+        conversations="<run>/conversations/val/shard-0.parquet",
+    output:
+        "<run>/canary/result.json",
+    log:
+        local("<run>/logs/canary.log"),
+    benchmark:
+        "<run>/benchmarks/canary.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: ALL_CORES
+    resources:
+        gpu=0,
+        min_gpus=CONFIG.target.min_gpus,
+    params:
+        code=code("canary"),
+        target=as_json(CONFIG.target),
+        draft=as_json(CONFIG.draft),
+    shell:
+        "bin/on-gpus {resources.gpu} {resources.min_gpus} python -m scripts.canary"
+        " --target {params.target:q}"
+        " --draft {params.draft:q}"
+        " --conversations {input.conversations:q}"
+        " --output {output:q}"
+        " 2>&1 | tee {log:q}"

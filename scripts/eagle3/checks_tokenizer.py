@@ -1,0 +1,174 @@
+"""The target's tokenizer and chat template, held against what the target's own files say.
+
+In: the target and how its answers are made. Out: lines of preflight's table. The case that this is for: a tokenizer that a
+newer library converts with its special ids shifted by one to three; text then looks right, and every id is wrong.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from scripts.eagle3.chat import render_prompt, split_given_turns
+from scripts.eagle3.checks import Fault, Line, check, first_line, some
+from scripts.eagle3.config import Config, Target
+from scripts.eagle3.errors import RowRejected
+from scripts.eagle3.files import read_json
+from scripts.eagle3.target import chat_template, load_tokenizer, resolve_folder, stop_token_ids, text_config
+
+OTHER_VERSION = "install the locked transformers (`make env`), or fetch the tokenizer's files again"
+DIALOGUE = (
+    {"role": "user", "content": "Name a colour."},
+    {"role": "assistant", "content": "Blue."},
+    {"role": "user", "content": "And another one?"},
+    {"role": "assistant", "content": "Green, like grass."},
+)
+
+
+def tokenizer_lines(target: Target, config: Config) -> list[Line]:
+    """One line each: loads, special ids, bos/eos/pad, stop ids, chat template."""
+    loaded: list[Any] = []
+
+    def load() -> str:
+        loaded.append(_load(target))
+        return check_size(loaded[0], target)
+
+    lines = [check("tokenizer", "vocabulary", load)]
+    if not loaded:
+        return lines
+    tokenizer = loaded[0]
+    given = config.responses == "given"
+    return [
+        *lines,
+        check("tokenizer", "special tokens", lambda: check_special_tokens(tokenizer, resolve_folder(target))),
+        check("tokenizer", "bos, eos, pad", lambda: check_named_tokens(tokenizer, target)),
+        check("tokenizer", "stop tokens", lambda: check_stop_tokens(tokenizer, target)),
+        check("tokenizer", "chat template", lambda: check_chat_template(tokenizer, target, given)),
+    ]
+
+
+def _load(target: Target) -> Any:
+    try:
+        return load_tokenizer(target)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        hint = (
+            "" if target.trust_remote_code else "; where it comes with Python code, read that and set target.trust_remote_code"
+        )
+        raise Fault(f"the tokenizer does not load: {first_line(error)}", f"fetch its files again{hint}") from error
+
+
+def check_size(tokenizer: Any, target: Target) -> str:
+    """The model has a row of its embedding for every token."""
+    largest = max(tokenizer.get_vocab().values())
+    rows = text_config(target)["vocab_size"]
+    if largest >= rows:
+        raise Fault(
+            f"the tokenizer's largest id is {largest}, config.json has vocab_size {rows}",
+            "the tokenizer is of another model: fetch the target again",
+        )
+    return f"{type(tokenizer).__name__}, {len(tokenizer)} tokens, vocab_size {rows}"
+
+
+def declared_tokens(folder: Path) -> dict[int, tuple[str, bool]]:
+    """Id -> (text, whether it is special) of the added tokens that tokenizer_config.json and tokenizer.json declare."""
+    declared: dict[int, tuple[str, bool]] = {}
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        for token in read_json(path).get("added_tokens") or []:
+            declared[int(token["id"])] = (token["content"], bool(token.get("special")))
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        for number, token in (read_json(path).get("added_tokens_decoder") or {}).items():
+            entry = (token["content"], bool(token.get("special")))
+            former = declared.setdefault(int(number), entry)
+            if former[0] != entry[0]:
+                raise Fault(
+                    f"{path}: token {number} is {entry[0]!r}, tokenizer.json has {former[0]!r}", "fetch the tokenizer again"
+                )
+    return declared
+
+
+def check_special_tokens(tokenizer: Any, folder: Path) -> str:
+    """Each declared token is encoded to the id that the files give it, and a special one to nothing else."""
+    declared = declared_tokens(folder)
+    shifted = []
+    for number, (text, special) in sorted(declared.items()):
+        found = tokenizer.convert_tokens_to_ids(text)
+        if found == number and special:
+            encoded = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            found = number if encoded == [number] else encoded
+        if found != number:
+            shifted.append(f"{text} is {found}, declared {number}")
+    if shifted:
+        raise Fault(f"{len(shifted)} of {len(declared)} tokens have other ids: {some(shifted)}", OTHER_VERSION)
+    names = [text for text, special in declared.values() if special]
+    return f"{len(declared)} declared ids are right, {len(names)} of them special: {some(names)}"
+
+
+def check_named_tokens(tokenizer: Any, target: Target) -> str:
+    """Beginning, end and padding as config.json and generation_config.json number them."""
+    folder, text = resolve_folder(target), text_config(target)
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else {}
+    said = []
+    for name in ("bos", "eos", "pad"):
+        own = getattr(tokenizer, f"{name}_token_id")
+        files = {number for source in (text, generation) for number in _ids(source.get(f"{name}_token_id"))}
+        if own is not None and files and own not in files:
+            token = getattr(tokenizer, f"{name}_token")
+            raise Fault(
+                f"{name} is {own} ({token}) for the tokenizer, {_listed(files)} in config.json and generation_config.json",
+                OTHER_VERSION,
+            )
+        said.append(f"{name} {own}" if own in files else f"{name} {own} (files: {_listed(files)})")
+    return ", ".join(said)
+
+
+def check_stop_tokens(tokenizer: Any, target: Target) -> str:
+    """The ids that end a turn are tokens of their own."""
+    stops = stop_token_ids(target)
+    special = declared_tokens(resolve_folder(target))
+    said = []
+    for number in stops:
+        token = tokenizer.convert_ids_to_tokens(number)
+        if token is None or (special and number not in special):
+            raise Fault(
+                f"eos_token_id {number} is {'no token' if token is None else f'the plain token {token!r}'}",
+                "mend eos_token_id in generation_config.json: the ids that end a turn of this target",
+            )
+        said.append(f"{number} {token}")
+    return ", ".join(said)
+
+
+def check_chat_template(tokenizer: Any, target: Target, given: bool) -> str:
+    """Renders two turns; an answer continues its prompt and ends with a stop id."""
+    chat_template(resolve_folder(target))
+    advice = "mend the chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
+    try:
+        prompt = render_prompt(tokenizer, DIALOGUE[:3])
+    except RowRejected as error:
+        raise Fault(str(error), advice) from error
+    try:
+        turns = split_given_turns(tokenizer, DIALOGUE, stop_token_ids(target))
+    except RowRejected as error:
+        if given:
+            raise Fault(
+                f"{error}, and `responses: given` takes answers from the rendering", "regenerate the answers"
+            ) from error
+        return f"two turns are {len(prompt)} tokens; with an answer the opening changes: only the target's own answers fit"
+    if turns[-1]["response_ids"][-1] not in stop_token_ids(target):
+        raise Fault(
+            f"a rendered answer has none of the stop ids {stop_token_ids(target)}",
+            "mend eos_token_id in generation_config.json: the id that the template writes after an answer is missing",
+        )
+    first = turns[0]["prompt_ids"] + turns[0]["response_ids"]
+    kept = turns[1]["prompt_ids"][: len(first)] == first
+    return f"two turns are {len(prompt)} tokens; " + (
+        "one row per conversation" if kept else "earlier turns are rewritten: one row per answer"
+    )
+
+
+def _ids(value: Any) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def _listed(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers))) or "none"

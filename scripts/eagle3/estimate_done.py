@@ -1,0 +1,96 @@
+"""What a run has finished already, in files, bytes and seconds; nothing that was made with other settings counts.
+
+In: the configuration, the run's folder, the root of the states' store. Out: per part, segment and method whether it is
+finished; bytes on disk; seconds from Snakemake's benchmark files.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.eagle3.config import Config
+from scripts.eagle3.estimate_data import PartData, tokens_made
+from scripts.eagle3.files import read_json
+from scripts.eagle3.layers import captured_layer_ids
+from scripts.train_draft import NOT_SCIENCE
+
+STATES_STAGE = "extract_hidden_states"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Looks into one run's folder and its store of states."""
+
+    config: Config
+    run: Path
+    states: Path
+
+    @property
+    def layers(self) -> list[int]:
+        """Of the states that the configuration asks for."""
+        return captured_layer_ids(self.config.target.aux_layer_ids, self.config.target.num_hidden_layers)
+
+    def extracted(self, part: PartData) -> bool:
+        """Whether all state shards of the part are there, for these layers and the rows of its token shards."""
+        folder = self.run / "hidden" / part.name
+        if not tokens_made(self.config, self.run, part.name) or not (folder / "manifest.json").is_file():
+            return False
+        if not all((folder / f"shard-{shard}.pt").is_file() for shard in range(self.config.scatter.shards_per_part)):
+            return False
+        manifest = read_json(folder / "manifest.json")
+        rows = sum(entry["rows_in"] for entry in manifest["shards"])
+        return bool(manifest["provenance"]["layer_ids"] == self.layers and rows == part.rows.value)
+
+    def states_bytes(self, part: PartData) -> int:
+        """Bytes of the part's states: the delivered ones, or else what the store holds for these layers."""
+        if self.extracted(part):
+            return unique_bytes([self.run / "hidden" / part.name], follow=True)
+        stores = [store for store in self.states.glob(f"{STATES_STAGE}/*/{part.name}") if self._of_these_layers(store)]
+        return unique_bytes(store / folder for store in stores for folder in ("batches", "shards"))
+
+    def _of_these_layers(self, store: Path) -> bool:
+        path = store / "provenance.json"
+        return path.is_file() and read_json(path).get("layer_ids") == self.layers
+
+    def trained(self, segment: int) -> bool:
+        """Whether the segment's checkpoint is there and was trained with these settings."""
+        path = self.run / f"checkpoints/{segment}.json"
+        settings = self.config.training.model_dump(exclude=NOT_SCIENCE)
+        return path.is_file() and bool(read_json(path)["provenance"]["training"] == settings)
+
+    def evaluated(self, method: str) -> bool:
+        """Whether the method's results of every suite are there, with this answer length."""
+        for suite in self.config.conversations.evaluation:
+            path = self.run / f"evaluation/{method}/{suite}.json"
+            if not path.is_file() or read_json(path)["settings"]["max_tokens"] != self.config.evaluation.max_tokens:
+                return False
+        return True
+
+    def undisturbed(self, stage: str, part: str) -> bool:
+        """Whether one job has made the part from beginning to end, so that its seconds are those of the whole part."""
+        root = self.states if stage == STATES_STAGE else self.run / "store"
+        found = (root / stage).glob(f"*/{part}/attempts.jsonl")
+        # an attempt is recorded when it starts and once more when it ends
+        return sum(sum('"ended"' not in line for line in path.read_text().splitlines()) for path in found) == 1
+
+
+def benchmark_seconds(path: Path) -> float | None:
+    """Seconds of a job, from its Snakemake benchmark file; None without one."""
+    if not path.is_file():
+        return None
+    lines = path.read_text().splitlines()
+    return float(lines[1].split("\t")[0]) if len(lines) > 1 else None
+
+
+def unique_bytes(paths: Iterable[Path], follow: bool = False) -> int:
+    """Bytes of all files below `paths`, hard links once; symbolic links count only with `follow`."""
+    seen: dict[tuple[int, int], int] = {}
+    look: Callable[[Path], os.stat_result] = os.stat if follow else os.lstat
+    for path in paths:
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if (file.is_symlink() and not follow) or not file.is_file():
+                continue
+            found = look(file)
+            seen[found.st_dev, found.st_ino] = found.st_size
+    return sum(seen.values())

@@ -1,0 +1,151 @@
+"""What Snakemake's own process does at the start and the end of a run: refuse, end jobs on signals, bring the server back.
+
+In: Snakemake's `workflow` object (nothing of Snakemake is imported) and the config. Out: a StageError before any job, or the
+state file that `production.py` describes. Called from the Snakefile's hooks, which do not exist in dry-runs and spawned jobs.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any
+
+from scripts.eagle3.config import Config
+from scripts.eagle3.errors import StageError
+from scripts.eagle3.gpus import LEASES, open_shared, take
+from scripts.eagle3.processes import kill_descendants, stages
+from scripts.eagle3.production import (
+    ADVICE,
+    STATE,
+    Run,
+    RunState,
+    bring_back,
+    is_healthy,
+    is_here,
+    read_state,
+    write_state,
+)
+
+SUPERVISED = "bin/on-gpus"
+RESEND_S = 1.0
+
+
+class _ThisRun:
+    """What this process has to clean up: the folder whose server it manages, and the lock that says so."""
+
+    folder: Path | None = None
+    grace_s: int = 0
+    server_lock: IO[str] | None = None
+
+
+def note_dead_run(folder: Path) -> None:
+    """One line where the state file names a run that was killed: Snakemake's own words only name its lock."""
+    with contextlib.suppress(StageError):  # a damaged file is refused at the start of a run
+        state = read_state(folder)
+        if state is not None and state.run.status() == "dead":
+            server = "the production server is down since then" if state.stopped else "it has not touched the production server"
+            print(f"{state.run} was killed; {server}. Clean up with: {ADVICE}", file=sys.stderr, flush=True)
+
+
+def begin_run(workflow: Any, config: Config, folder: Path) -> None:
+    """Refuses what cannot work, then makes sure that the server comes back and that signals end jobs in time."""
+    if workflow.touch:
+        return
+    jobs = [job for job in workflow.dag.needrun_jobs() if SUPERVISED in (job.rule.shellcmd or "")]
+    if jobs:
+        _check_gpu_budget(workflow, jobs)
+        _take_over_server(workflow, config, folder)
+    _end_jobs_on_signals(workflow, config.grace_s)
+
+
+def end_run() -> bool:
+    """Brings the server back where this run has stopped it. False, after saying what to do, when it does not come."""
+    folder, _ThisRun.folder = _ThisRun.folder, None  # once: not again when Python exits
+    if folder is None:
+        return True
+    try:
+        bring_back(folder, _ThisRun.grace_s)
+        return True
+    except BaseException as error:
+        line = f"{error}" if isinstance(error, StageError) else f"{type(error).__name__}"
+        print(f"\nThe production server is NOT back: {line}\nBring it back with: {ADVICE}\n", file=sys.stderr, flush=True)
+        if not isinstance(error, StageError):
+            raise
+        return False
+
+
+def _check_gpu_budget(workflow: Any, jobs: list[Any]) -> None:
+    required = max(int(job.resources.get("min_gpus", 0)) for job in jobs)
+    if not workflow.local_exec or required == 0:
+        return
+    budget = workflow.global_resources["gpu"].value if "gpu" in workflow.global_resources else None
+    if budget is None or budget < required:
+        found = "there is no GPU budget" if budget is None else f"the GPU budget is {budget}"
+        raise StageError(
+            f"target.min_gpus is {required}, {found}; use --profile local-rtx6000, or --resources gpu={required}"
+            " with set-resources for the GPU rules"
+        )
+
+
+def _take_over_server(workflow: Any, config: Config, folder: Path) -> None:
+    production, former = config.production, read_state(folder)
+    if production is not None and production.host is None and not workflow.local_exec:
+        raise StageError("production.host is needed under Slurm: the name of the node that serves; or set production: null")
+    if former is not None and (status := former.run.status()) != "dead":
+        raise StageError(
+            f"{folder / STATE}: {former.run} manages the production server from this folder"
+            + ("; wait for its end" if status == "alive" else f"; wait for its end, or, if it was killed, there: {ADVICE}")
+        )
+    if production is not None and workflow.local_exec and not is_here(production.host):
+        production = None
+    if former is not None and former.stopped:
+        production = production or former.production
+    if production is None:
+        (folder / STATE).unlink(missing_ok=True)  # of a dead run that has stopped nothing
+        return
+    _ThisRun.server_lock = open_shared(LEASES, f"production-{sha256(production.health.encode()).hexdigest()[:16]}")
+    if not take(_ThisRun.server_lock):
+        holder = _ThisRun.server_lock.read().strip()
+        raise StageError(f"{production.health}: another run manages this production server ({holder}); wait for its end")
+    stopped = former is not None and former.stopped
+    down = stopped and not is_healthy(production.health)
+    write_state(folder, RunState(run=Run.this(config.run), production=production, stopped=stopped, down=down))
+    _ThisRun.folder, _ThisRun.grace_s = folder, config.grace_s
+    atexit.register(end_run)  # Snakemake calls no hook when its scheduler fails
+
+
+def _end_jobs_on_signals(workflow: Any, grace_s: int) -> None:
+    """Wraps Snakemake's own handlers, which wait for running jobs to finish: here jobs are asked to save and end."""
+    finish: Callable[..., object] = signal.getsignal(signal.SIGTERM)  # type: ignore[assignment]
+    asked = threading.Event()
+
+    def end(number: int, frame: object) -> None:
+        if not asked.is_set():
+            asked.set()
+            threading.Thread(target=_end_stages, args=(grace_s,), daemon=True).start()
+        if number == signal.SIGINT or not workflow.local_exec:
+            raise KeyboardInterrupt  # Snakemake cancels its Slurm jobs only on this path
+        # in a thread: it takes a lock that the interrupted code may hold
+        threading.Thread(target=finish, args=(number, frame), daemon=True).start()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a background job of a shell
+            signal.signal(number, end)
+
+
+def _end_stages(grace_s: int) -> None:
+    """Asks all stages below this process to end, also those that are only just starting; kills them after `grace_s`."""
+    deadline = time.monotonic() + grace_s
+    while True:
+        for pid in stages(os.getpid()):
+            if time.monotonic() > deadline:
+                kill_descendants(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if time.monotonic() > deadline else signal.SIGTERM)
+        time.sleep(RESEND_S)

@@ -1,0 +1,183 @@
+"""Checks everything that can be checked before the target is loaded, and prints one table: green, red or skipped.
+
+In: the whole configuration, where the run writes, and what hardware a job gets. Out: the table on standard output; below
+each red line what to do; exit 1 when there is a red one. Takes well under a minute, loads no model, leaves nothing behind.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.draft_config import attention_shape, decoder_config
+from scripts.eagle3.checks import Fault, Line, Skipped, check, refuse_red, table
+from scripts.eagle3.checks_backends import backend_lines
+from scripts.eagle3.checks_gpus import Asked, check_division, gpu_lines, list_gpus
+from scripts.eagle3.checks_place import disk_lines, production_lines
+from scripts.eagle3.checks_software import check_eagle3_interface, feature_lines, version_lines
+from scripts.eagle3.checks_target import target_lines
+from scripts.eagle3.checks_tokenizer import tokenizer_lines
+from scripts.eagle3.config import Config, Production, Target
+from scripts.eagle3.errors import StageError
+from scripts.eagle3.files import read_json
+from scripts.eagle3.gpus import LEASES
+from scripts.eagle3.stage import run_stage, section
+from scripts.eagle3.target import resolve_folder, text_config
+from scripts.extract_target_head import check_plain_head
+
+ROOT = Path(__file__).parents[1]
+SECTIONS = ("machine", "versions", "features", "target", "tokenizer", "draft", "disk", "production")
+
+
+def run(
+    config: Config,
+    run_folder: Path,
+    storage: Path,
+    asked: Asked,
+    production: Production | None = None,
+) -> list[Line]:
+    """All lines, in the order of SECTIONS."""
+    environment = os.environ.get("EAGLE3_ENV", "cpu")
+    on_cpu = environment.startswith("cpu")
+    target, lines = target_lines(config)
+    machine = gpu_lines(target, asked)
+    lines += machine[:1] if on_cpu else machine  # devices that are only pretended, or not used, are counted
+    lines += version_lines(environment, ROOT)
+    blind = not on_cpu and not _sees_gpu()
+    lines += feature_lines(environment, ROOT, blind)
+    lines += disk_lines(run_folder, storage)
+    lines += production_lines(production)
+    if target is None:
+        reason = f"needs the target: {lines[0].found}"
+        absent = (("tokenizer", "tokenizer"), ("draft", "draft"), ("machine", "kernels"), ("features", "EAGLE-3 interface"))
+        lines += [Line(where, name, "skipped", reason) for where, name in absent]
+    else:
+        lines += tokenizer_lines(target, config)
+        width = 1 if on_cpu else asked.gpus  # of the engine's tensor parallelism
+        lines += draft_lines(target, config, width)
+        lines += engine_lines(target, config, width, blind)
+    return sorted(lines, key=lambda line: SECTIONS.index(line.section))
+
+
+def draft_lines(target: Target, config: Config, gpus: int) -> list[Line]:
+    """The draft's architecture against the target's, and both against the GPUs that they are divided over."""
+    return [
+        check("target", "logits", lambda: check_logits(target)),
+        check("draft", "architecture", lambda: check_architecture(target, config)),
+        check("draft", "vocabulary", lambda: check_vocabulary(target, config)),
+        check("draft", "tensor parallel", lambda: check_tensor_parallel(target, config, gpus)),
+    ]
+
+
+def engine_lines(target: Target, config: Config, gpus: int, blind: bool) -> list[Line]:
+    """What only vLLM can say about this target on this machine."""
+    if blind:
+        reason = "vLLM for CUDA, and no GPU here: it chooses when it loads"
+        return [Line("machine", "kernels", "skipped", reason), Line("features", "EAGLE-3 interface", "skipped", reason)]
+    architecture = (read_json(resolve_folder(target) / "config.json").get("architectures") or [""])[0]
+    try:
+        head_dim = attention_shape(text_config(target), config.draft)[2]
+    except (StageError, KeyError):
+        head_dim = 128  # the draft's own line is red
+    return [
+        check("features", "EAGLE-3 interface", lambda: check_eagle3_interface(architecture)),
+        *backend_lines(target, config, gpus, head_dim),
+    ]
+
+
+def check_logits(target: Target) -> str:
+    """The target's logits are a plain RMSNorm and a linear head, which the draft's loss rebuilds."""
+    text = text_config(target)
+    check_plain_head(text, resolve_folder(target) / "config.json")
+    return f"RMSNorm (epsilon {text['rms_norm_eps']:.3g}) and a linear head"
+
+
+def check_architecture(target: Target, config: Config) -> str:
+    """The decoder that `draft_config` will write."""
+    try:
+        layer = decoder_config(text_config(target), config.draft)
+    except KeyError as error:
+        raise Fault(f"the target's config.json has no {error.args[0]}", "this family is not supported as a target") from error
+    return (
+        f"{layer['num_hidden_layers']} layer of width {layer['hidden_size']}, {layer['num_attention_heads']} heads of "
+        f"{layer['head_dim']} over {layer['num_key_value_heads']}, from states {target.aux_layer_ids}"
+    )
+
+
+def check_vocabulary(target: Target, config: Config) -> str:
+    """The draft's vocabulary is a part of the target's."""
+    whole, part = text_config(target)["vocab_size"], config.vocabulary.draft_vocab_size
+    if part > whole:
+        raise Fault(
+            f"vocabulary.draft_vocab_size is {part}, the target's vocab_size {whole}", "lower vocabulary.draft_vocab_size"
+        )
+    return f"{part} of {whole} tokens"
+
+
+def check_tensor_parallel(target: Target, config: Config, gpus: int) -> str:
+    """The heads of target and draft can be divided over the GPUs of a job."""
+    if gpus < 2:
+        raise Skipped("the engine runs on one device")
+    text = text_config(target)
+    layer = decoder_config(text, config.draft)
+    return f"{check_division(text, gpus, 'target')}, {check_division(layer, gpus, 'draft')}"
+
+
+def leased_gpus(folder: Path = LEASES) -> frozenset[str]:
+    """Indices of the GPUs that jobs of this workflow hold on this machine (`bin/on-gpus`)."""
+    held = set()
+    for path in folder.glob("gpu-*"):
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.add(path.name.removeprefix("gpu-"))
+    return frozenset(held)
+
+
+def _sees_gpu() -> bool:
+    try:
+        return bool(list_gpus())
+    except (StageError, Skipped):
+        return False
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line: see --help."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=section(Config), required=True, help="the whole configuration as JSON")
+    parser.add_argument("--run", type=Path, required=True, help="results/NAME")
+    parser.add_argument("--storage", type=Path, required=True, help="folder of the hidden states")
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs that a job of the target gets; 0: none is reserved")
+    parser.add_argument("--min-gpus", type=int, default=0, help="target.min_gpus")
+    parser.add_argument("--gpu-memory-percent", type=int, default=90, help="share of each GPU that the engine gets")
+    parser.add_argument("--production", type=section(Production), help="section `production:` as JSON")
+    parser.add_argument("--elsewhere", action="store_true", help="GPU jobs run on other machines (Slurm)")
+    options = parser.parse_args(argv)
+    # before any library is imported
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.disable(logging.WARNING)  # of the libraries while they are imported: they would stand between the lines
+    asked = Asked(
+        options.gpus,
+        options.min_gpus,
+        options.gpu_memory_percent,
+        options.elsewhere,
+        options.production is not None,
+        leased_gpus(),
+    )
+    lines = run(options.config, options.run, options.storage, asked, options.production)
+    print(table(lines, colour=sys.stdout.isatty()))
+    counts = {state: sum(line.state == state for line in lines) for state in ("green", "red", "skipped")}
+    said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    print(f"{options.config.run}: {said}", flush=True)
+    refuse_red(f"preflight of {options.config.run}", lines)
+
+
+if __name__ == "__main__":
+    run_stage(main)
