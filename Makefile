@@ -35,7 +35,7 @@ test: env ## all tests but the slow ones, on CPU
 
 test-all: $(TEST_GROUPS:%=test-%) ## every test, group by group (-k: go on after a failing group)
 
-test-%: env ## every test of one group: unit, contract, workflow
+test-%: env ## every test of one group: $(TEST_GROUPS)
 	$(PYTEST) -m "not gpu" tests/$*
 
 format: env ## rewrite Snakemake and Python files in the project's format

@@ -34,7 +34,7 @@ if workflow.is_main_process:
 
 onstart:
     try:
-        begin_run(workflow, CONFIG, Path.cwd())
+        begin_run(workflow, CONFIG, Path.cwd(), preflight_options())
     except StageError as error:
         raise WorkflowError(str(error))
 

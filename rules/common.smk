@@ -5,7 +5,7 @@
 
 import sys
 from pathlib import Path
-from shlex import quote
+from shlex import join
 
 sys.path.insert(0, workflow.basedir)
 
@@ -105,6 +105,17 @@ def baseline_results(wildcards):
     if CONFIG.evaluation.methods[wildcards.method].kind == "baseline":
         return []
     return [f"{RUN}/evaluation/baseline/{suite}.json" for suite in SUITES]
+
+
+def preflight_options():
+    """What is checked before a run: on demand, and at the start of each run that loads the target."""
+    options = ["--config", as_json(CONFIG), "--run", RUN, "--storage", STATES_STORE]
+    options += ["--min-gpus", str(CONFIG.target.min_gpus)]
+    if CONFIG.production:
+        options += ["--production", as_json(CONFIG.production)]
+    if not workflow.local_exec:
+        options += ["--elsewhere"]
+    return options
 
 
 def stage_errors():

@@ -42,20 +42,14 @@ rule preflight:
         "../envs/cpu.yaml"
     resources:
         node_gpus=0,
-        min_gpus=CONFIG.target.min_gpus,
+        gpu_memory_percent=90,
     params:
-        config=as_json(CONFIG),
-        run=RUN,
-        storage=STATES_STORE,
-        production=f"--production {quote(as_json(CONFIG.production))}" if CONFIG.production else "",
+        options=lambda wildcards: join(preflight_options()),
     shell:
         "bin/in-env python -m scripts.preflight"
-        " --config {params.config:q}"
-        " --run {params.run:q}"
-        " --storage {params.storage:q}"
+        " {params.options}"
         " --gpus {resources.node_gpus}"
-        " --min-gpus {resources.min_gpus}"
-        " {params.production}"
+        " --gpu-memory-percent {resources.gpu_memory_percent}"
         " 2>&1 | tee {log:q}"
 
 

@@ -295,9 +295,9 @@ def _kimi(seed: int, eos: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "text_config": text,
         "vision_config": {
             **VISION,
-            "pos_emb_height": 4,
-            "pos_emb_width": 4,
-            "pos_emb_time": 4,
+            # transformers reads the first three, vLLM 0.31 the published names (0.32 both)
+            **{"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 4},
+            **{"init_pos_emb_height": 4, "init_pos_emb_width": 4, "init_pos_emb_time": 4},
             "merge_kernel_size": [2, 2],
         },
         # vLLM reads the published name when a draft is loaded, transformers the other two

@@ -225,8 +225,8 @@ def hardware_notes(plan: Plan) -> list[str]:
         per_s = 2 * stage.rate.tokens_per_s * stage.bytes_.value / stage.tokens_in.value
         notes.append(f"extraction writes {size(per_s)} a second per job at the planned speed; a slower disk makes it slower")
     if stage.left:
-        shards = len(stage.jobs) * plan.config.scatter.shards_per_part
-        notes.append(f"a shard of states has {size(stage.bytes_.value / shards)}, and is put together in memory")
+        largest = stage.extra / min(plan.place.nodes, len(stage.left))
+        notes.append(f"a shard of states has up to {size(largest)}, and is put together in memory")
     if plan.place.training_gpus > TRAINING_PROCESSES:
         idle = plan.place.training_gpus - TRAINING_PROCESSES
         notes.append(f"train_draft is one process on one GPU; the {idle} others that it reserves are idle and in the cost")

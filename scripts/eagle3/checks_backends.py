@@ -227,23 +227,14 @@ def _moe_config(vllm_config: Any, text: Mapping[str, Any], count: int, gpus: int
 
 
 def quantisation(vllm_config: Any) -> str:
-    """How the weights are stored, and that this device computes with it."""
-    from vllm.platforms import current_platform
-
+    """How the weights are stored. That this device and this number format go with it is asked by `engine_config`."""
     scheme = vllm_config.quant_config
     if scheme is None:
         raise Skipped("the target is not quantised")
-    name = scheme.get_name()
     groups = getattr(scheme, "target_scheme_map", None) or {}
     weights = {_weights(group) for group in groups.values() if group and group.get("weights")}
-    capability = current_platform.get_device_capability()
-    needed = scheme.get_min_capability()
-    if capability is not None and capability.to_int() < needed:
-        raise Fault(f"{name} needs compute capability {needed / 10:.1f}, this is {device()}", NO_KERNEL)
-    if vllm_config.model_config.dtype not in scheme.get_supported_act_dtypes():
-        raise Fault(f"{name} does not compute in {vllm_config.model_config.dtype}", "set target.dtype: bfloat16")
     stored = f" ({', '.join(sorted(weights))})" if weights else ""
-    return f"{name}{stored}, on {device()}"
+    return f"{scheme.get_name()}{stored}, on {device()}"
 
 
 def _weights(group: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.eagle3.checks_gpus import check_gpus
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
@@ -98,6 +99,8 @@ def load_engine(
     """
     folder = resolve_folder(target)
     text = text_config(target)
+    if not on_cpu():
+        check_gpus(target, hardware.gpu_memory_percent)
     _set_environment(hardware)
     if on_cpu():
         _mend_kernel_scan()

@@ -138,7 +138,8 @@ class Estimator:
         if not self.config.target.path.startswith("results/targets/"):
             return None
         done = (path / "manifest.json").is_file()
-        job = self._job("fetch_demo_target", path.parent / "benchmarks/fetch_demo_target.tsv", self.machine.job_start_s, done)
+        benchmark = path.parent / "benchmarks/fetch_demo_target.tsv"
+        job = self._job("fetch_demo_target", benchmark, self.machine.job_start_s + self.cpu.fetch_demo_target_s, done)
         written = unique_bytes([path])
         size = Figure(written if done else self.facts.weight_bytes, done)
         return StagePlan("fetch_demo_target", [job], bytes_=size, written=written)

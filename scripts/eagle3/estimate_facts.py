@@ -95,6 +95,7 @@ class CpuWork(Section):
     """Rates of the stages that load no model, on one core."""
 
     source: str
+    fetch_demo_target_s: float
     collect_rows_per_s: float
     tokenize_tokens_per_s: float
     read_bytes_per_s: float

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -53,13 +54,17 @@ def note_dead_run(folder: Path) -> None:
             print(f"{state.run} was killed; {server}. Clean up with: {ADVICE}", file=sys.stderr, flush=True)
 
 
-def begin_run(workflow: Any, config: Config, folder: Path) -> None:
-    """Refuses what cannot work, then makes sure that the server comes back and that signals end jobs in time."""
+def begin_run(workflow: Any, config: Config, folder: Path, preflight: list[str]) -> None:
+    """Refuses what cannot work, then makes sure that the server comes back and that signals end jobs in time.
+
+    preflight: what scripts.preflight is asked, but for the hardware, which the planned jobs know.
+    """
     if workflow.touch:
         return
     jobs = [job for job in workflow.dag.needrun_jobs() if SUPERVISED in (job.rule.shellcmd or "")]
     if jobs:
         _check_gpu_budget(workflow, jobs)
+        _check_all(jobs, preflight)
         _take_over_server(workflow, config, folder)
     _end_jobs_on_signals(workflow, config.grace_s)
 
@@ -91,6 +96,22 @@ def _check_gpu_budget(workflow: Any, jobs: list[Any]) -> None:
             f"target.min_gpus is {required}, {found}; use --profile local-rtx6000, or --resources gpu={required}"
             " with set-resources for the GPU rules"
         )
+
+
+def _check_all(jobs: list[Any], preflight: list[str]) -> None:
+    """Runs preflight where a job loads the target; its table is shown when a line is red."""
+    loading = [job.resources for job in jobs if job.resources.get("min_gpus") is not None]
+    if not loading:
+        return
+    hardware = [f"--gpus={max(resources.gpu for resources in loading)}"]
+    hardware += [f"--gpu-memory-percent={max(resources.get('gpu_memory_percent', 90) for resources in loading)}"]
+    command = ["bin/in-env", "python", "-m", "scripts.preflight", *preflight, *hardware]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
+    if done.returncode:
+        print(*lines[:-1], sep="\n", file=sys.stderr)
+        raise StageError(lines[-1])
+    print(f"preflight of {lines[-1]}", file=sys.stderr, flush=True)
 
 
 def _take_over_server(workflow: Any, config: Config, folder: Path) -> None:

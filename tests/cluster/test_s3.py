@@ -126,4 +126,4 @@ def test_an_edited_value_reruns_exactly_what_depends_on_it(finished):
 def test_a_failing_stage_is_told_at_the_end(finished):
     edited = {**finished.config, "vocabulary": {"draft_vocab_size": 512, "min_coverage": 1.0}}
     printed = finished.snakemake(HERE, config=edited, succeeds=False)
-    assert "build_vocab_mapping: error: " in printed.splitlines()[-1]
+    assert "build_vocab_mapping: error: " in printed.split("Exiting because a job execution failed.")[1]

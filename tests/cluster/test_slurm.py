@@ -272,12 +272,13 @@ def test_a_job_that_fails_once_is_resubmitted_with_more_memory(given):
 
 
 @pytest.mark.slow
-def test_interrupt_cancels_the_jobs_and_leaves_no_process(given):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ending_snakemake_cancels_the_jobs_and_leaves_no_process(given, number):
     before = given.slurm.last_job()
     with given.started("given.yaml", STATES) as run:
         given.wait_for_stage(EXTRACTION)
         wait_for(lambda: given.stored("attempts.jsonl") != [], START_S, given.screen)  # at work: it loads its engine now
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         assert run.wait(timeout=END_S) != 0
     wait_for(lambda: not given.slurm.queue(), END_S, lambda: str(given.slurm.queue()))
     wait_for(lambda: not given.processes(), END_S, lambda: str(given.processes()))

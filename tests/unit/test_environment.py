@@ -183,6 +183,16 @@ def test_settings_for_the_engine_on_cpus_are_those_of_every_cpu_environment(shar
     assert ("VLLM_CPU_OMP_THREADS_BIND=nobind" in job.stdout.splitlines()) is bound
 
 
+@pytest.mark.slow
+def test_engine_needs_no_network(namespaces):
+    test = "tests/contract/test_capture.py::test_llama_states_equal_hugging_face"
+    job = f"ip link set lo up && bin/in-env python -m pytest -q {test}"  # loopback: ranks of one job talk over it
+    done = subprocess.run(
+        [*namespaces, "sh", "-c", job], cwd=ROOT, env={**os.environ, "EAGLE3_ENV": "cpu"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:]
+
+
 def test_job_of_an_image_runs_inside_it_once(shared, tmp_path):
     # a stand-in: Apptainer itself does not run where these tests do
     clone = make_clone(tmp_path / "clone")

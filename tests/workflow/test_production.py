@@ -31,8 +31,9 @@ ENDS_WITHIN_S = 240
 def server(tmp_path_factory, tiny_llama) -> Iterator[ServerCase]:
     def vllm(port: int) -> list[str]:
         options = ["--port", str(port), "--max-model-len", "256", "--max-num-seqs", "2", "--enforce-eager"]
-        engine = ["env", "EAGLE3_ENV=cpu", "VLLM_CPU_KVCACHE_SPACE=1", f"{ROOT}/bin/in-env", "vllm", "serve"]
-        return [*engine, tiny_llama.path, "--host", "127.0.0.1", "--dtype", "float32", *options]
+        python = ["env", "EAGLE3_ENV=cpu", "VLLM_CPU_KVCACHE_SPACE=1", f"{ROOT}/bin/in-env", "python"]
+        serve = ["-m", "vllm.entrypoints.openai.api_server", "--model", tiny_llama.path, "--host", "127.0.0.1"]
+        return [*python, *serve, "--dtype", "float32", *options]
 
     case = ServerCase(tmp_path_factory.mktemp("server"), vllm, STARTS_WITHIN_S)
     yield case
