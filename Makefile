@@ -7,7 +7,7 @@ export TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ENV := cpu
 
 # `test-all` runs these folders of tests/ one after the other, each in a process of its own (engines free their memory).
-TEST_GROUPS := unit contract workflow cluster versions demo
+TEST_GROUPS := unit contract workflow slurm versions demo
 
 WORKFLOW := .venvs/workflow/bin
 CPU := .venvs/cpu/bin

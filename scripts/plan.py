@@ -18,7 +18,7 @@ from scripts.eagle3.errors import StageError
 from scripts.eagle3.estimate import TRAINING_PROCESSES, DiskPlan, Estimator, Place, StagePlan, plan_disk
 from scripts.eagle3.estimate_data import Figure, RunData, run_data
 from scripts.eagle3.estimate_facts import Table, TargetFacts, read_table, target_facts
-from scripts.eagle3.files import write_json, write_text
+from scripts.eagle3.files import existing_parent, write_json, write_text
 from scripts.eagle3.stage import run_stage, section
 
 # a job's time limit: its planned time this many times over, in steps of these minutes
@@ -73,14 +73,6 @@ def disks(stages: list[StagePlan], place: Place) -> list[DiskPlan]:
         plan_disk(others, place.run, "all but hidden states", free[run]),
         plan_disk(mine, place.states, "hidden states", free[states]),
     ]
-
-
-def existing_parent(path: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    path = path.resolve()
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ EXAMPLE_TOKENS = 160
 
 
 def run(config: Config, folder: Path, hidden: Path, output: Path) -> None:
-    """Writes the page of the run in `folder`, whose states lie in `hidden`; StageError where the summary or a plot is missing."""
+    """Writes the page of the run in `folder`, its states in `hidden`; StageError where the summary or a plot is missing."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     summary = read_json(folder / "evaluation" / "summary.json")

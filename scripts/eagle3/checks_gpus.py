@@ -6,18 +6,16 @@ table; `check_gpus` for the head of a GPU job. Nothing here starts CUDA in this 
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from scripts.eagle3.checks import Fault, Line, Skipped, check
 from scripts.eagle3.config import Target
+from scripts.eagle3.gpus import FREE_MIB, ask_driver
 from scripts.eagle3.target import resolve_folder, text_config
 
 MIB = 1 << 20
-# drivers and desktops keep a few hundred MiB
-IDLE_MIB = 1024
 # beside its share of the weights each GPU needs activations and a cache of a few rows: a rule of thumb
 BESIDE_WEIGHTS_BYTES = 2e9
 # oldest driver for a major version of CUDA, by NVIDIA's table of minor version compatibility
@@ -43,7 +41,7 @@ def list_gpus() -> list[Gpu]:
     if shutil.which("nvidia-smi") is None:
         return []
     gpus = []
-    for row in _ask_driver(f"--query-gpu={','.join(FIELDS)}"):
+    for row in ask_driver(f"--query-gpu={','.join(FIELDS)}"):
         index, uuid, name, total, used, driver, capability = row
         if not total.isdigit() or not used.isdigit():
             raise Skipped(f"the driver tells no memory of GPU {index} ({name})")
@@ -189,13 +187,13 @@ def weight_bytes(target: Target) -> int:
 
 def check_use(gpus: Sequence[Gpu], asked: Asked) -> str:
     """Nothing else holds the GPUs, but for a production server, which is stopped, and other jobs, which are waited for."""
-    busy = [gpu for gpu in gpus if gpu.used_mib > IDLE_MIB]
+    busy = [gpu for gpu in gpus if gpu.used_mib > FREE_MIB]
     if not busy:
         return f"free (at most {max(gpu.used_mib for gpu in gpus)} MiB in use)"
     used = ", ".join(f"GPU {gpu.index}: {gpu.used_mib} MiB" for gpu in busy)
     if all(gpu.index in asked.leased for gpu in busy):
         return f"{used} in use by jobs of this workflow: new ones wait for them"
-    listed = _ask_driver("--query-compute-apps=pid,process_name,used_memory")
+    listed = ask_driver("--query-compute-apps=pid,process_name,used_memory")
     said = f"{used} in use (pid, name, MiB: {', '.join(' '.join(row) for row in listed) or 'no process is listed'})"
     if asked.production:
         return f"{said}: the production server is stopped before the first job"
@@ -215,10 +213,3 @@ def check_driver(gpus: Sequence[Gpu]) -> str:
     if int(driver.split(".")[0]) < oldest:
         raise Fault(f"driver {driver}, torch is built for CUDA {cuda}", f"install a driver of {oldest} or later")
     return f"{driver}, new enough for CUDA {cuda}"
-
-
-def _ask_driver(query: str) -> list[list[str]]:
-    done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True)
-    if done.returncode:
-        raise Fault(f"nvidia-smi failed: {' '.join((done.stdout + done.stderr).split())}", "mend the driver, then run again")
-    return [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]

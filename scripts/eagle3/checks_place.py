@@ -14,7 +14,7 @@ from pathlib import Path
 
 from scripts.eagle3.checks import Fault, Line, Skipped, check
 from scripts.eagle3.config import Production
-from scripts.eagle3.files import read_json
+from scripts.eagle3.files import existing_parent, read_json
 from scripts.eagle3.production import is_healthy, is_here
 
 # without a plan: less than this is no place for any run (the demo writes 1.5 GB)
@@ -68,14 +68,6 @@ def planned_bytes(place: Path, run: Path) -> float | None:
     disks = read_json(path).get("disks", [])
     needed = [disk["needed"] for disk in disks if os.stat(existing_parent(Path(disk["path"]))).st_dev == device]
     return sum(needed) if needed else None
-
-
-def existing_parent(path: Path) -> Path:
-    """The path, or the nearest above it that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def production_lines(production: Production | None) -> list[Line]:

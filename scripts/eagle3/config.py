@@ -34,7 +34,10 @@ class Target(Section):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="What the engine computes in; float32 is for CPUs.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the target. Off unless you read it.")
     min_gpus: int = Field(
-        0, ge=0, exclude=True, description="A job that loads the target and is granted fewer GPUs stops. Changing it reruns nothing."
+        0,
+        ge=0,
+        exclude=True,
+        description="A job that loads the target and is granted fewer GPUs stops.",
     )
 
     @model_validator(mode="before")

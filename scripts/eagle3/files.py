@@ -88,3 +88,11 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def existing_parent(path: Path) -> Path:
+    """The path, or the nearest above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -121,7 +121,7 @@ def _lock_names(pool: Sequence[str]) -> dict[str, str]:
     """Device -> lock file. A GPU may be named by its index or its UUID: both are one lock."""
     by_uuid: dict[str, str] = {}
     if any(device.startswith("GPU-") for device in pool) and shutil.which("nvidia-smi"):
-        rows = _ask_driver("--query-gpu=uuid,index")
+        rows = ask_driver("--query-gpu=uuid,index")
         by_uuid = {row[0]: row[1] for row in rows}
     full = {device: next((uuid for uuid in by_uuid if uuid.startswith(device)), device) for device in pool}
     return {device: f"gpu-{by_uuid.get(full[device], device)}" for device in pool}
@@ -141,7 +141,7 @@ def wait_for_memory(devices: Sequence[str], timeout_s: float) -> None:
     while busy := _memory_in_use(whole, selected):
         used = ", ".join(f"GPU {device}: {mib} MiB" for device, mib in busy.items())
         if time.monotonic() > deadline:
-            rows = _ask_driver("--query-compute-apps=pid,process_name,used_memory", selected)
+            rows = ask_driver("--query-compute-apps=pid,process_name,used_memory", selected)
             holders = ", ".join(" ".join(row) for row in rows) or "no process is listed"
             raise StageError(
                 f"{used} in use on {socket.gethostname()} after {timeout_s:.0f} s, at most {FREE_MIB} MiB may be"
@@ -154,12 +154,13 @@ def wait_for_memory(devices: Sequence[str], timeout_s: float) -> None:
 
 
 def _memory_in_use(devices: Sequence[str], selected: str) -> dict[str, int]:
-    rows = _ask_driver("--query-gpu=memory.used", selected)
+    rows = ask_driver("--query-gpu=memory.used", selected)
     used = {device: row[0] for device, row in zip(devices, rows, strict=False)}
     return {device: int(mib) for device, mib in used.items() if mib.isdigit() and int(mib) > FREE_MIB}
 
 
-def _ask_driver(*query: str) -> list[list[str]]:
+def ask_driver(*query: str) -> list[list[str]]:
+    """Rows of fields that nvidia-smi answers; StageError where it fails."""
     done = subprocess.run(["nvidia-smi", *query, "--format=csv,noheader,nounits"], capture_output=True, text=True)
     if done.returncode:
         raise StageError(f"nvidia-smi failed: {(done.stdout + done.stderr).strip()}; mend the driver, then run again")

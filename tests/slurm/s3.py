@@ -19,9 +19,10 @@ END_S = 20
 
 # the port is the server's own choice, so that two sessions never want the same; the end of its stdin ends it
 SERVER = """
-import sys
+import logging, sys
 from moto.server import ThreadedMotoServer
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
 server.start()
 print(*server.get_host_and_port(), flush=True)
 sys.stdin.read()

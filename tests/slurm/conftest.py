@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.slurm import Slurm, install, running
+from tests.slurm.slurm import Slurm, install, running
 
 
 def skip_without_root() -> None:

@@ -20,7 +20,7 @@ import yaml
 
 from scripts.eagle3.config import Target
 from scripts.eagle3.shards import Shard
-from tests.cluster.slurm import GPUS, NODES, Slurm, SlurmError, SlurmJob, wait_for
+from tests.slurm.slurm import GPUS, NODES, Slurm, SlurmError, SlurmJob, wait_for
 from tests.workflow.conftest import ROOT, Checkout
 from tests.workflow.test_plan import jobs as planned_jobs
 from tests.workflow.test_tiny_run import tiny_config
@@ -35,7 +35,8 @@ GPU_RULES = {
 EXTRACTION = "extract_hidden_states"
 STATES = "results/given/hidden/part-0/shard-0.pt"
 ROWS, SHARDS = 240, 8
-START_S, END_S = 180, 120
+# Snakemake asks Slurm more and more rarely, in the end every three minutes: so late it may notice that a job has ended
+START_S, END_S, RUN_S = 180, 120, 900
 
 pytestmark = pytest.mark.slurm
 
@@ -183,7 +184,7 @@ def test_a_configuration_of_somebody_else_is_not_touched(tmp_path):
 
 
 def test_without_root_the_tests_say_so():
-    code = "import os, tests.cluster.conftest as c; os.geteuid() or os.setuid(65534); c.skip_without_root()"
+    code = "import os, tests.slurm.conftest as c; os.geteuid() or os.setuid(65534); c.skip_without_root()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "SKIPPED: needs root" in done.stderr.splitlines()[-1]
 
@@ -265,7 +266,7 @@ def test_a_job_that_fails_once_is_resubmitted_with_more_memory(given):
     before = given.slurm.last_job()
     with given.started("given.yaml", STATES) as run:
         os.kill(given.wait_for_stage(EXTRACTION), signal.SIGKILL)  # as the kernel does when memory runs out
-        assert run.wait(timeout=START_S + END_S) == 0, given.screen()
+        assert run.wait(timeout=RUN_S) == 0, given.screen()
     first, second = given.extraction_jobs(before)
     assert (first.state, second.state) == ("FAILED", "COMPLETED")
     assert second.memory_mb == 2 * first.memory_mb > 0
@@ -293,7 +294,7 @@ def test_a_cancelled_extraction_is_continued_and_nothing_is_computed_again(given
         wait_for(lambda: given.stored("batches/*.pt") != [], START_S, given.screen, interval_s=0.01)
         os.kill(pid, signal.SIGSTOP)  # or it might end before scancel reaches it, which wakes it up
         given.slurm.cancel(given.extraction_jobs(before)[0])
-        assert run.wait(timeout=END_S) != 0
+        assert run.wait(timeout=RUN_S) != 0
     wait_for(lambda: not given.processes(), END_S, lambda: str(given.processes()))
     assert not (given.root / STATES).exists()
     finished = given.stored_rows()

@@ -4,7 +4,7 @@ In: root rights and Debian's slurm-wlm, which is installed when missing. Out: a 
 tells them, and nothing of it after the end. Slurm's configuration belongs to the whole system: jobs lose SLURM_CONF on
 their way, so it must lie in /etc/slurm. A file there that this module did not write is never touched.
 
-By hand, to try a profile: `python -m tests.cluster.slurm` runs the cluster until Ctrl-C.
+By hand, to try a profile: `python -m tests.slurm.slurm` runs the cluster until Ctrl-C.
 """
 
 import contextlib

@@ -8,9 +8,9 @@ import yaml
 
 from scripts.eagle3.config import Target
 from scripts.eagle3.export import check_manifest
-from tests.cluster.s3 import S3, running
-from tests.cluster.slurm import Slurm
-from tests.cluster.test_slurm import POLLING
+from tests.slurm.s3 import S3, running
+from tests.slurm.slurm import Slurm
+from tests.slurm.test_slurm import POLLING
 from tests.workflow.conftest import Checkout
 from tests.workflow.test_plan import jobs
 from tests.workflow.test_tiny_run import tiny_config
