@@ -15,7 +15,7 @@ SNAKEMAKE := PATH="$(CURDIR)/$(WORKFLOW):$$PATH" snakemake
 PYTEST := EAGLE3_ENV=cpu $(CPU)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo restore-production test test-all format lint lock clean-env
+.PHONY: help env demo restore-production test test-all older-engine format lint lock clean-env
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## /\1\t/' | expand -t 20
@@ -35,7 +35,12 @@ test: env ## all tests but the slow ones, on CPU
 
 test-all: $(TEST_GROUPS:%=test-%) ## every test, group by group (-k: go on after a failing group)
 
-test-%: env ## every test of one group: $(TEST_GROUPS)
+test-versions: older-engine
+
+older-engine: ## the environment with the previous vLLM release, for test-versions
+	@envs/install.sh cpu-vllm-0.31
+
+test-%: env ## every test of one group: unit, contract, workflow, slurm, versions, demo
 	$(PYTEST) -m "not gpu" tests/$*
 
 format: env ## rewrite Snakemake and Python files in the project's format

@@ -10,6 +10,7 @@ rule plan:
         hardware=local("config/hardware.yaml"),
     log:
         local("<run>/logs/plan.log"),
+    retries: 0
     localrule: True
     conda:
         "../envs/cpu.yaml"
@@ -17,6 +18,8 @@ rule plan:
         gpu_model="cpu",
         node_gpus=0,
         nodes=1,
+        max_num_seqs=128,
+        training_gpus=0,
     params:
         config=as_json(CONFIG),
         run=RUN,
@@ -30,6 +33,8 @@ rule plan:
         " --gpu-model {resources.gpu_model}"
         " --gpus {resources.node_gpus}"
         " --nodes {resources.nodes}"
+        " --max-num-seqs {resources.max_num_seqs}"
+        " --training-gpus {resources.training_gpus}"
         " 2>&1 | tee {log:q}"
 
 
@@ -37,6 +42,7 @@ rule preflight:
     """Everything that can be checked before the target is loaded, as one table; each red line says what to do."""
     log:
         local("<run>/logs/preflight.log"),
+    retries: 0
     localrule: True
     conda:
         "../envs/cpu.yaml"

@@ -203,7 +203,7 @@ class Storage(Section):
 class Production(Section):
     """The server that usually has the GPUs: stopped before the first job that uses them, started when the run ends."""
 
-    host: str | None = Field(None, description="Name of the machine that it runs on; needed under Slurm, else this one.")
+    host: str | None = Field(None, description="Machine that it runs on, this one if null; needed under Slurm.")
     stop: str = Field(description="Shell command that stops it and returns when it is down.")
     start: str = Field(description="Shell command that starts it and returns at once; also run where it is up already.")
     health: str = Field(pattern=r"^https?://", description="URL that answers 200 when it serves.")

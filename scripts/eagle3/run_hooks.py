@@ -64,8 +64,8 @@ def begin_run(workflow: Any, config: Config, folder: Path, preflight: list[str])
     jobs = [job for job in workflow.dag.needrun_jobs() if SUPERVISED in (job.rule.shellcmd or "")]
     if jobs:
         _check_gpu_budget(workflow, jobs)
-        _check_all(jobs, preflight)
         _take_over_server(workflow, config, folder)
+        _check_all(jobs, preflight)
     _end_jobs_on_signals(workflow, config.grace_s)
 
 
