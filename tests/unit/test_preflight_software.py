@@ -265,6 +265,7 @@ def test_whole_table_of_a_sound_run_within_a_minute(tiny_llama, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_red_lines_are_named_at_the_end_and_say_what_to_do(tiny_llama, tmp_path):
     production = json.dumps({"stop": "no-such-command", "start": "sleep 0", "health": "http://127.0.0.1:1/health"})
     done = preflight(tiny_llama, tmp_path, "--production", production, vocabulary={"draft_vocab_size": 9999})

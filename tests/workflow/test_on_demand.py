@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import yaml
 
 
@@ -27,6 +28,7 @@ def test_preflight_is_green_before_the_demo_target_is_made(checkout):
     assert "green" in printed and " red " not in printed
 
 
+@pytest.mark.slow
 def test_preflight_of_the_pilot_names_what_is_missing_here(checkout):
     printed = checkout.snakemake("--profile", "local-rtx6000", "preflight", succeeds=False)
     red = [line for line in printed.splitlines() if " red " in line]
