@@ -1,5 +1,7 @@
 """Selection and export: the best walk wins, the folder is complete, and planted faults are stopped by a named check."""
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from scripts.eagle3.config import Draft, Target
 from scripts.eagle3.draft import build_draft, draft_inputs, forward, load_trainable, single_row_batch
 from scripts.eagle3.draft_files import WEIGHTS, read_records, require_weights
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.export import check_export, load_export
+from scripts.eagle3.export import MANIFEST, WRITTEN, check_export, load_export
 from scripts.eagle3.files import read_json, write_json
 from scripts.eagle3.layers import captured_layer_ids
 from scripts.eagle3.shards import StateRow, write_shard
@@ -263,3 +265,10 @@ def test_selection_of_another_draft_is_refused(tmp_path, exported):
     with pytest.raises(StageError, match=r"selected.json: vocabulary is another"):
         export_draft.run(case.target, case.files, case.checkpoints, tmp_path / "selected.json", tmp_path / "export")
     assert not (tmp_path / "export").exists()
+
+
+def test_the_workflow_declares_every_file_of_the_export():
+    rules = (Path(__file__).parents[2] / "rules/common.smk").read_text()
+    declared = ast.literal_eval(re.search(r"^EXPORT = (.*)$", rules, re.MULTILINE)[1])
+    assert sorted(declared) == sorted([MANIFEST, *WRITTEN])
+    assert declared[0] == MANIFEST
