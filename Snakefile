@@ -23,12 +23,13 @@ include: "rules/evaluation.smk"
 include: "rules/on_demand.smk"
 
 
-from scripts.eagle3.run_hooks import begin_run, end_run, note_dead_run
+from scripts.eagle3.run_hooks import begin_run, end_run, note_dead_run, outlive_screen
 
 # Stages save and end when they are asked to; the shell around them, and tee, only wait for that.
 shell.prefix("set -euo pipefail; trap '' TERM INT HUP; ")
 
 if workflow.is_main_process:
+    outlive_screen()
     note_dead_run(Path.cwd())
 
 

@@ -7,6 +7,7 @@ state file that `production.py` describes. Called from the Snakefile's hooks, wh
 import atexit
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -43,6 +44,25 @@ class _ThisRun:
     folder: Path | None = None
     grace_s: int = 0
     server_lock: IO[str] | None = None
+
+
+def outlive_screen() -> None:
+    """Sends output to nowhere once its reader has gone (`snakemake ... | head`).
+
+    Snakemake's threads wait for each other for ever when a write to the screen fails, and the server would stay down. The
+    jobs' own writes still fail, so that the run ends.
+    """
+    readers = select.poll()
+    for stream in (1, 2):
+        readers.register(stream, 0)  # errors and hang-ups are always reported
+
+    def watch() -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        while True:
+            for stream, _ in readers.poll():
+                os.dup2(nowhere, stream)
+
+    threading.Thread(target=watch, name="outlive_screen", daemon=True).start()
 
 
 def note_dead_run(folder: Path) -> None:

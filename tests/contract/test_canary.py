@@ -72,6 +72,7 @@ def test_sound_chain_accepts_nearly_every_draft(sound):
     assert min(result["accuracy"]) >= 0.95
 
 
+@pytest.mark.slow
 def test_sound_chain_accepts_nearly_every_draft_of_tiny_kimi(sound_kimi):
     _, result = sound_kimi
     assert result["acceptance_length"] >= 3.5

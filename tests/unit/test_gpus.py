@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ POOL = [str(device) for device in range(8)]
 # Takes devices again and again; a device that somebody else has taken meanwhile makes the exclusive creation fail.
 TAKER = """
 import sys, time
+from collections.abc import Iterator
 from pathlib import Path
 from scripts.eagle3.gpus import lease
 folder, count, times = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -35,6 +37,7 @@ for _ in range(times):
 
 HOLDER = """
 import sys, time
+from collections.abc import Iterator
 from pathlib import Path
 from scripts.eagle3.gpus import lease
 with lease(sys.argv[3].split(","), int(sys.argv[2]), Path(sys.argv[1])) as devices:
@@ -49,11 +52,13 @@ def python(text: str, *arguments: object, **options) -> subprocess.Popen:
 
 
 @pytest.fixture
-def environment(tmp_path) -> dict[str, str]:
+def environment(tmp_path) -> Iterator[dict[str, str]]:
     """Eight pretended devices that no other process on this machine knows."""
-    devices = ",".join(f"{tmp_path.parent.name}-{tmp_path.name}-{device}" for device in POOL)
+    devices = [f"{tmp_path.parent.name}-{tmp_path.name}-{device}" for device in POOL]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    return {**kept, "EAGLE3_ENV": "cpu", "CUDA_VISIBLE_DEVICES": devices}
+    yield {**kept, "EAGLE3_ENV": "cpu", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    for device in devices:
+        (gpus.LEASES / f"gpu-{device}").unlink(missing_ok=True)
 
 
 def on_gpus(environment: dict[str, str], count: int, required: int, *command: str, **options) -> subprocess.Popen:

@@ -1,6 +1,10 @@
 """`plan` and `preflight` as users type them, and the start of a run that preflight refuses."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
 
 import pytest
 import yaml
@@ -12,6 +16,25 @@ def test_plan_of_the_demo_is_written_and_shown_before_anything_runs(checkout):
     assert "train_draft" in json.dumps(json.loads((checkout.root / "results/demo/plan.json").read_text()))
     assert (checkout.root / "results/demo/plan.md").read_text() in printed.replace("\r", "")
     assert not (checkout.root / "results/demo/conversations").exists()
+
+
+def test_a_screen_that_closes_ends_the_run_and_not_its_threads(checkout):
+    process = subprocess.Popen(
+        checkout.command("--cores", "all", "plan"),
+        cwd=checkout.root,
+        env=checkout.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert any(b"regenerate_responses" in line for line in process.stdout)
+        process.stdout.close()
+        process.wait(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_plan_of_the_hero_run_fails_on_a_disk_that_cannot_hold_it(checkout):
