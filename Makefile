@@ -52,7 +52,7 @@ lint: env ## formats, style, types, conda files against locks, and Snakemake's o
 	$(WORKFLOW)/snakefmt --check Snakefile rules
 	$(CPU)/ruff check .
 	$(CPU)/ruff format --check .
-	$(CPU)/mypy scripts
+	$(CPU)/mypy scripts benchmarks
 	$(CPU)/python envs/conda_yaml.py --check
 	$(SNAKEMAKE) --lint
 
