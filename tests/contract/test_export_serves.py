@@ -137,7 +137,8 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+# the defaults are served by the whole tiny run as well
+@pytest.fixture(scope="module", params=[pytest.param("defaults", marks=pytest.mark.slow), "every option"])
 def served(request, tmp_path_factory, tiny_llama) -> Served:
     from scripts.eagle3.target import text_config
 

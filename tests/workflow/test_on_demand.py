@@ -37,6 +37,7 @@ def test_a_screen_that_closes_ends_the_run_and_not_its_threads(checkout):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_plan_of_the_hero_run_fails_on_a_disk_that_cannot_hold_it(checkout):
     printed = checkout.snakemake("--profile", "b300-cluster", "plan", succeeds=False)
     assert "b300" in printed and "kimi-k2.5-hero" in printed
