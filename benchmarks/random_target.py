@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import make_tiny_target
-from scripts.eagle3.files import read_json, write_atomically, write_json
+from scripts.eagle3.files import read_json, write_atomically, write_json, write_text
 from scripts.eagle3.target import EMBEDDING_NAMES, HEAD_NAMES, NORM_NAMES
 
 MARK = "random_weights"
@@ -30,6 +30,16 @@ WIDTHS = {
         **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     },
 }
+# vLLM 0.22 takes the image processor from the target's folder, as code; no row here has an image
+IMAGE_PROCESSOR = """from transformers.image_processing_utils import BaseImageProcessor
+
+
+class NoImages(BaseImageProcessor):
+    num_frames_per_chunk = 1
+
+    def media_tokens_calculator(self, chunk):
+        return 1
+"""
 GROUP = 32
 # only the routed experts are quantised
 QUANTIZATION = {
@@ -88,6 +98,10 @@ def make(folder: Path, layers: int, experts: int, quantized: bool, device: str) 
     size = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(tensors, WEIGHTS)}
     write_json(folder / "model.safetensors.index.json", index)
+    write_text(folder / "no_images.py", IMAGE_PROCESSOR)
+    processor = read_json(folder / "preprocessor_config.json")
+    processor |= {"image_processor_type": "NoImages", "auto_map": {"AutoImageProcessor": "no_images.NoImages"}}
+    write_json(folder / "preprocessor_config.json", processor)
     write_json(folder / "config.json", config)
 
 

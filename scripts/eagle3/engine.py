@@ -135,11 +135,14 @@ def unload_engine(llm: Any) -> None:
     """Shuts an engine down so that another one, or training, can follow in this process."""
     import torch
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import interfaces
 
     shutdown = getattr(llm.llm_engine.engine_core, "shutdown", None)
     if shutdown is not None:
         shutdown()
-    del llm
+    # callers still hold `llm`, and vLLM 0.22 every model for images: what they hold must go, or a GPU keeps the weights
+    del llm.llm_engine
+    getattr(interfaces, "_language_model_by_module", {}).clear()
     gc.collect()
     cleanup_dist_env_and_memory(shutdown_ray=False)
     if torch.cuda.is_available():
