@@ -11,8 +11,8 @@ from pathlib import Path
 
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.processes import is_snakemake
-from scripts.eagle3.production import STATE, bring_back, read_state
-from scripts.eagle3.stage import run_stage
+from scripts.eagle3.production import STATE, bring_back, hold_server, read_state
+from scripts.eagle3.stage import keep_printing, run_stage
 
 # Jobs of a killed run end themselves within seconds.
 JOBS_TIMEOUT_S = 60.0
@@ -31,7 +31,9 @@ def run(folder: Path) -> str:
             f"{state.run} was started on another machine; run this there, or, where that machine is gone, start the"
             f" server and delete {folder / STATE}"
         )
-    started = bring_back(folder, JOBS_TIMEOUT_S)
+    keep_printing()
+    with hold_server(state.production):
+        started = bring_back(folder, JOBS_TIMEOUT_S)
     server = "the production server is back" if started else "the production server had not been stopped"
     return f"{state.run} was killed: {server}, {_clear_lock(folder)}"
 

@@ -5,14 +5,17 @@ proper end: who runs, how the server is stopped and started, whether that has be
 """
 
 import fcntl
+import http.client
 import os
 import signal
 import socket
 import subprocess
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Literal
 
@@ -21,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from scripts.eagle3.config import Production
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import write_text
+from scripts.eagle3.gpus import LEASES, open_shared, take
 from scripts.eagle3.processes import start_time
 
 STATE = ".run-state.json"
@@ -74,8 +78,9 @@ def read_state(folder: Path) -> RunState | None:
         return RunState.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except ValidationError as error:
-        raise StageError(f"{path}: not a state file ({error.errors()[0]['msg']}); start the server, then delete it") from None
+    except (ValidationError, UnicodeDecodeError, OSError) as error:
+        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise StageError(f"{path}: not a state file ({said}); start the server, then delete it") from None
 
 
 def write_state(folder: Path, state: RunState) -> None:
@@ -87,6 +92,21 @@ def is_here(host: str | None) -> bool:
     """Whether the server runs on this machine (Slurm may know it by a name of its own)."""
     names = {socket.gethostname(), os.environ.get("SLURMD_NODENAME", "")}
     return host is None or host in names or host.split(".")[0] in {name.split(".")[0] for name in names if name}
+
+
+def hold_server(production: Production) -> IO[str]:
+    """The lock that says who manages this server on this machine, held until it is closed; StageError where another does."""
+    url = urllib.parse.urlsplit(production.health)
+    host = (url.hostname or "").lower()
+    if host in ("localhost", "::1", socket.gethostname().lower()) or host.startswith("127."):
+        host = "localhost"  # one server under several names
+    name = f"{host}:{url.port or (443 if url.scheme == 'https' else 80)}"
+    lock = open_shared(LEASES, f"production-{sha256(name.encode()).hexdigest()[:16]}")
+    if not take(lock):
+        holder = lock.read().strip()
+        lock.close()
+        raise StageError(f"{production.health}: another run manages this production server ({holder}); wait for its end")
+    return lock
 
 
 @contextmanager
@@ -106,16 +126,17 @@ def room_for_job(folder: Path) -> Iterator[Production | None]:
             fcntl.flock(only_one, fcntl.LOCK_EX)
             state = read_state(folder)
             if state is not None and not state.down:
-                _stop(folder, state)
+                _stop(folder, state, only_one)
         yield state.production if state else None
 
 
-def _stop(folder: Path, state: RunState) -> None:
+def _stop(folder: Path, state: RunState, only_one: IO[bytes]) -> None:
     production = state.production
     write_state(folder, state.model_copy(update={"stopped": True}))
     print(f"stopping the production server: {production.stop}", flush=True)
     deadline = time.monotonic() + production.timeout
-    _call("stop", production.stop, deadline, production.timeout, folder)
+    # the command holds the lock too: should this job be killed now, the server is not started before the command has ended
+    _call("stop", production.stop, deadline, production.timeout, folder, only_one.fileno())
     while is_healthy(production.health):
         if time.monotonic() > deadline:
             raise StageError(
@@ -131,11 +152,18 @@ def bring_back(folder: Path, jobs_timeout_s: float) -> bool:
 
     Returns whether it was started. First waits up to `jobs_timeout_s` for what is left of the run's GPU jobs.
     """
-    if read_state(folder) is None:
+    state = read_state(folder)
+    if state is None:
         return False
-    _wait_for_jobs(folder, jobs_timeout_s)
+    with _lock(folder, JOBS_LOCK) as jobs:
+        if not _locked(jobs, jobs_timeout_s):
+            raise StageError(
+                f"GPU jobs of the run still run after {jobs_timeout_s:.0f} s (scripts.on_gpus in `ps ax`);"
+                f" end them, then: {ADVICE}"
+            )
     with _lock(folder, STOP_LOCK) as only_one:
-        fcntl.flock(only_one, fcntl.LOCK_EX)
+        if not _locked(only_one, state.production.timeout):
+            raise StageError(f"production.stop still runs: {state.production.stop}; end it, then: {ADVICE}")
         state = read_state(folder)
         if state is None:
             return False
@@ -166,14 +194,21 @@ def is_healthy(url: str) -> bool:
     try:
         with opener.open(url, timeout=HEALTH_TIMEOUT_S) as answer:
             return bool(answer.status == 200)
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return False
 
 
-def _call(name: str, command: str, deadline: float, timeout_s: int, folder: Path) -> None:
-    """Runs a command of the config in a session of its own: what it starts outlives the run and its terminal."""
+def _call(name: str, command: str, deadline: float, timeout_s: int, folder: Path, *inherited: int) -> None:
+    """Runs a command of the config in a session of its own: what it starts outlives the run and its terminal.
+
+    Without its log (a full disk, a file where the folder should be) it runs all the same: the server matters more.
+    """
     log = folder / LOG
-    log.parent.mkdir(exist_ok=True)
+    try:
+        log.parent.mkdir(exist_ok=True)
+        log.touch()
+    except OSError:
+        log = Path(os.devnull)
     with open(log, "ab") as output:
         # to a file, not to our own output: a server that held that pipe would keep its reader waiting for ever
         begin = output.tell()
@@ -185,6 +220,7 @@ def _call(name: str, command: str, deadline: float, timeout_s: int, folder: Path
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=inherited,
         )
     try:
         code = process.wait(max(0.0, deadline - time.monotonic()))
@@ -227,22 +263,19 @@ def _lock(folder: Path, name: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _wait_for_jobs(folder: Path, timeout_s: float) -> None:
+def _locked(file: IO[bytes], timeout_s: float) -> bool:
+    """Whether the lock could be taken in time; also on a file system without locks."""
     deadline = time.monotonic() + timeout_s
-    with _lock(folder, JOBS_LOCK) as jobs:
-        while True:
-            try:
-                fcntl.flock(jobs, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StageError(
-                        f"GPU jobs of the run still run after {timeout_s:.0f} s (scripts.on_gpus in `ps ax`);"
-                        f" end them, then: {ADVICE}"
-                    ) from None
-            except OSError:
-                return  # a file system without locks
-            time.sleep(POLL_S)
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+        except OSError:
+            return True
+        time.sleep(POLL_S)
 
 
 def _boot_id() -> str:

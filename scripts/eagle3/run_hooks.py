@@ -14,13 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
 from scripts.eagle3.config import Config
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.gpus import LEASES, open_shared, take
 from scripts.eagle3.processes import kill_descendants, stages
 from scripts.eagle3.production import (
     ADVICE,
@@ -28,11 +26,13 @@ from scripts.eagle3.production import (
     Run,
     RunState,
     bring_back,
+    hold_server,
     is_healthy,
     is_here,
     read_state,
     write_state,
 )
+from scripts.eagle3.stage import keep_printing
 
 SUPERVISED = "bin/on-gpus"
 RESEND_S = 1.0
@@ -85,8 +85,9 @@ def begin_run(workflow: Any, config: Config, folder: Path, preflight: list[str])
     if jobs:
         _check_gpu_budget(workflow, jobs)
         _take_over_server(workflow, config, folder)
-        _check_all(jobs, preflight)
     _end_jobs_on_signals(workflow, config.grace_s)
+    if jobs:
+        _check_all(jobs, preflight)
 
 
 def end_run() -> bool:
@@ -94,15 +95,19 @@ def end_run() -> bool:
     folder, _ThisRun.folder = _ThisRun.folder, None  # once: not again when Python exits
     if folder is None:
         return True
+    keep_printing()
+    signal.signal(signal.SIGINT, _wait_for_server)
     try:
         bring_back(folder, _ThisRun.grace_s)
         return True
-    except BaseException as error:
-        line = f"{error}" if isinstance(error, StageError) else f"{type(error).__name__}"
+    except Exception as error:
+        line = f"{error}" if isinstance(error, StageError) else f"{type(error).__name__}: {error}"
         print(f"\nThe production server is NOT back: {line}\nBring it back with: {ADVICE}\n", file=sys.stderr, flush=True)
-        if not isinstance(error, StageError):
-            raise
         return False
+
+
+def _wait_for_server(*_: object) -> None:
+    print("the production server is being started: wait, or leave it to itself with kill -9", file=sys.stderr, flush=True)
 
 
 def _check_gpu_budget(workflow: Any, jobs: list[Any]) -> None:
@@ -120,11 +125,11 @@ def _check_gpu_budget(workflow: Any, jobs: list[Any]) -> None:
 
 def _check_all(jobs: list[Any], preflight: list[str]) -> None:
     """Runs preflight where a job loads the target; its table is shown when a line is red."""
-    loading = [job.resources for job in jobs if job.resources.get("min_gpus") is not None]
+    loading = [job for job in jobs if job.resources.get("min_gpus") is not None]
     if not loading:
         return
-    hardware = [f"--gpus={max(resources.gpu for resources in loading)}"]
-    hardware += [f"--gpu-memory-percent={max(resources.get('gpu_memory_percent', 90) for resources in loading)}"]
+    hardware = [f"--gpus={max(_count(job, 'gpu', 0) for job in loading)}"]
+    hardware += [f"--gpu-memory-percent={max(_count(job, 'gpu_memory_percent', 90) for job in loading)}"]
     command = ["bin/in-env", "python", "-m", "scripts.preflight", *preflight, *hardware]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -132,6 +137,13 @@ def _check_all(jobs: list[Any], preflight: list[str]) -> None:
         print(*lines[:-1], sep="\n", file=sys.stderr)
         raise StageError(lines[-1])
     print(f"preflight of {lines[-1]}", file=sys.stderr, flush=True)
+
+
+def _count(job: Any, resource: str, default: int) -> int:
+    found = job.resources.get(resource, default)
+    if not isinstance(found, int) or found < 0:
+        raise StageError(f"{resource} of rule {job.rule.name} is {found!r}, expected a whole number; mend the profile")
+    return found
 
 
 def _take_over_server(workflow: Any, config: Config, folder: Path) -> None:
@@ -146,14 +158,16 @@ def _take_over_server(workflow: Any, config: Config, folder: Path) -> None:
     if production is not None and workflow.local_exec and not is_here(production.host):
         production = None
     if former is not None and former.stopped:
+        if production is not None and production.health != former.production.health:
+            raise StageError(
+                f"{former.run} was killed after it had stopped the production server {former.production.health}; this"
+                f" configuration names {production.health}; bring the first one back: {ADVICE}"
+            )
         production = production or former.production
     if production is None:
         (folder / STATE).unlink(missing_ok=True)  # of a dead run that has stopped nothing
         return
-    _ThisRun.server_lock = open_shared(LEASES, f"production-{sha256(production.health.encode()).hexdigest()[:16]}")
-    if not take(_ThisRun.server_lock):
-        holder = _ThisRun.server_lock.read().strip()
-        raise StageError(f"{production.health}: another run manages this production server ({holder}); wait for its end")
+    _ThisRun.server_lock = hold_server(production)
     stopped = former is not None and former.stopped
     down = stopped and not is_healthy(production.health)
     write_state(folder, RunState(run=Run.this(config.run), production=production, stopped=stopped, down=down))

@@ -59,16 +59,21 @@ def end_on_signals() -> None:
 
     def end(number: int, frame: object) -> NoReturn:
         for each in ENDING_SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
-        sys.stdout, sys.stderr = _Unbreakable(sys.stdout), _Unbreakable(sys.stderr)
+            signal.signal(each, lambda *_: None)  # SIG_IGN makes Python complain about a signal that is on its way
+        keep_printing()
         sys.exit(128 + number)
 
     for each in ENDING_SIGNALS:
         signal.signal(each, end)
 
 
+def keep_printing() -> None:
+    """From here on a print that fails (a full disk, a reader that is gone) ends nothing: there is something to save."""
+    sys.stdout, sys.stderr = _Unbreakable(sys.stdout), _Unbreakable(sys.stderr)
+
+
 class _Unbreakable:
-    """A stream that swallows failures: the signal may have ended the reader of the pipe, and saving must go on."""
+    """A stream that swallows failures."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,6 +1,7 @@
 """The production server makes room once and comes back, with a real server process and counted commands."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from scripts import restore_production
 from scripts.eagle3 import production
 from scripts.eagle3.config import Production
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.production import STATE, Run, RunState, bring_back, read_state, room_for_job, write_state
+from scripts.eagle3.production import STATE, Run, RunState, bring_back, hold_server, read_state, room_for_job, write_state
 from tests.production_case import ServerCase, health_server, processes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -213,3 +214,54 @@ def test_a_job_that_is_ended_while_it_stops_the_server_ends_the_stop_too(server,
         job.terminate()
     assert job.returncode == 143
     assert processes_in(folder) == []
+
+
+def test_a_stop_whose_job_was_killed_is_waited_for_before_the_start(server, folder):
+    begin(folder, server, stop=f"touch {folder}/stopping; sleep 3; {server.section['stop']}", timeout=60)
+    job = "from pathlib import Path; from scripts.eagle3.production import room_for_job\nwith room_for_job(Path()): pass"
+    process = subprocess.Popen([sys.executable, "-c", job], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_until((folder / "stopping").exists, "the stop")
+    process.kill()
+    process.wait()
+    assert bring_back(folder, 5)
+    assert server.calls() == ["stop", "start"] and server.healthy()
+
+
+def test_a_server_has_one_lock_under_all_its_names(server):
+    one = Production(**server.section)
+    other = Production(**{**server.section, "health": one.health.replace("127.0.0.1", "localhost") + "/"})
+    with hold_server(one), pytest.raises(StageError, match="another run manages this production server"):
+        hold_server(other)
+
+
+def test_restore_leaves_a_server_to_the_run_of_another_folder(server, folder):
+    write_state(folder, killed(begin(folder, server)))
+    with (
+        hold_server(Production(**server.section)),
+        pytest.raises(StageError, match="another run manages this production server"),
+    ):
+        restore_production.run(folder)
+    assert server.calls() == [] and read_state(folder) is not None
+
+
+def test_commands_run_without_their_log(server, folder):
+    begin(folder, server)
+    (folder / "logs").write_text("a file where the folder should be")
+    with room_for_job(folder):
+        assert not server.healthy()
+    assert bring_back(folder, 5) and server.healthy()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{}", b"", None])
+def test_a_state_file_that_cannot_be_read_is_one_line(folder, content):
+    if content is None:
+        (folder / STATE).mkdir()
+    else:
+        (folder / STATE).write_bytes(content)
+    with pytest.raises(StageError, match=r"not a state file .*start the server, then delete it"):
+        read_state(folder)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/a b", "http://127.0.0.1:port/health", "http://[::1/health"])
+def test_an_odd_url_is_not_healthy(url):
+    assert not production.is_healthy(url)
