@@ -2,6 +2,7 @@
 
 In: `--kind tiny-llama` (LlamaForCausalLM with GQA, float32) or `--kind tiny-kimi` (KimiK25ForConditionalGeneration around
 MLA and mixture of experts, bfloat16). Out: a folder in Hugging Face format with 8 layers and a small real tokenizer.
+`--kind kimi-text` is Kimi-K2.5's text side without weights: tiktoken vocabulary, chat template, configs.
 Branch weights are scaled so that neighbouring states differ by 20 % and more: a state of the wrong layer is never near.
 """
 
@@ -14,8 +15,9 @@ from typing import Any
 
 from scripts.eagle3.files import write_atomically, write_json, write_text
 from scripts.eagle3.stage import run_stage
+from scripts.tiny_kimi import write_tokenizer_folder
 
-KINDS = ("tiny-llama", "tiny-kimi")
+KINDS = ("tiny-llama", "tiny-kimi", "kimi-text")
 NUM_LAYERS = 8
 HIDDEN = 256
 # how strongly one branch (attention or MLP) adds to the stream, relative to the embedding
@@ -128,6 +130,9 @@ MEDIA = {
 def run(kind: str, output: Path, seed: int = 0) -> None:
     """Writes the target of `kind` to `output`; the same seed gives the same bytes."""
     output.mkdir(parents=True, exist_ok=True)
+    if kind == "kimi-text":
+        write_tokenizer_folder(output, WORD_STARTS)
+        return
     _write_tokenizer(output)
     eos = VOCAB_SIZE - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index("<|im_end|>")
     config, tensors = _llama(seed, eos) if kind == "tiny-llama" else _kimi(seed, eos)

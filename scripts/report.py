@@ -133,9 +133,10 @@ def answer_facts(config: Config, folder: Path) -> list[tuple[str, str]]:
     if config.responses == "given":
         return [("taken from", "the data set itself (responses: given)")]
     paths = [path for part in parts(config) for path in sorted((folder / "responses" / part).glob("shard-*.parquet"))]
-    counts = [read_provenance(path)[1] for path in paths]
-    if not counts:
+    found_in = [read_provenance(path) for path in paths]
+    if not found_in:
         return []
+    counts, asked = [counts for _, counts in found_in], found_in[0][0]["responses"]
     reasons: dict[str, int] = {}
     for name, count in (item for found in counts for item in found["finish_reasons"].items()):
         reasons[name] = reasons.get(name, 0) + count
@@ -147,10 +148,7 @@ def answer_facts(config: Config, folder: Path) -> list[tuple[str, str]]:
         ("tokens", f"{sum(found['response_tokens'] for found in counts):,}"),
         ("ends", ", ".join(f"{count:,} {ended.get(name, name)}" for name, count in sorted(reasons.items()))),
         ("conversations", f"{rejected:,} rejected, {cut:,} ended early"),
-        (
-            "sampling",
-            f"temperature {config.responses.temperature:g}, at most {config.responses.max_tokens:,} tokens a turn",
-        ),
+        ("sampling", f"temperature {asked['temperature']:g}, at most {asked['max_tokens']:,} tokens a turn"),
     ]
 
 

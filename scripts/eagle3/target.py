@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scripts.eagle3.config import Target
+from scripts.eagle3.config import Regeneration, Target
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import read_json, sha256_file
 
@@ -113,10 +113,30 @@ def chat_template(folder: Path) -> str:
 
 
 def load_tokenizer(target: Target) -> Any:
-    """The target's own tokenizer (transformers)."""
+    """The target's own tokenizer (transformers); StageError where it is Python code and target.trust_remote_code is off.
+
+    Left to itself, transformers 5 makes a tokenizer of its own from such a folder, which splits text differently.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(resolve_folder(target), trust_remote_code=target.trust_remote_code)
+    folder = resolve_folder(target)
+    code = python_tokenizer(folder)
+    if code and not target.trust_remote_code:
+        raise StageError(
+            f"{folder}: the tokenizer is Python code that comes with the target ({code}), and target.trust_remote_code is "
+            "off; read that code, then set target.trust_remote_code: true"
+        )
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=target.trust_remote_code)
+
+
+def python_tokenizer(folder: Path) -> str | None:
+    """The class that the folder's own code must supply, as `module.Class`; None where transformers has all it needs."""
+    path = folder / "tokenizer_config.json"
+    named = (read_json(path).get("auto_map") or {}).get("AutoTokenizer") if path.is_file() else None
+    if named is None or (folder / "tokenizer.json").is_file():
+        return None
+    classes = [named] if isinstance(named, str) else [name for name in named if name]
+    return classes[0] if classes else None
 
 
 def stop_token_ids(target: Target) -> list[int]:
@@ -129,6 +149,24 @@ def stop_token_ids(target: Target) -> list[int]:
     if found is None:
         raise StageError(f"{folder}: no eos_token_id in generation_config.json or config.json")
     return [found] if isinstance(found, int) else list(found)
+
+
+def resolve_sampling(target: Target, responses: Regeneration) -> Regeneration:
+    """`responses` with temperature and top_p filled in from generation_config.json, as vLLM serves the target.
+
+    Greedy where that has `do_sample: false`; 1 for what it does not name. What greedy answers do not depend on is set back
+    to its default.
+    """
+    path = resolve_folder(target) / "generation_config.json"
+    found = read_json(path) if path.is_file() else {}
+    temperature, top_p = responses.temperature, responses.top_p
+    if temperature is None:
+        named = found.get("temperature")
+        temperature = 0.0 if found.get("do_sample") is False else 1.0 if named is None else float(named)
+    if top_p is None:
+        named = found.get("top_p")
+        top_p = 1.0 if temperature == 0 or named is None else float(named)
+    return Regeneration.model_validate({**responses.model_dump(), "temperature": temperature, "top_p": top_p})
 
 
 def read_tensor(target: Target, names: tuple[str, ...]) -> Any | None:

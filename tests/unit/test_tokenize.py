@@ -7,13 +7,13 @@ import pytest
 
 from scripts import tokenize_conversations
 from scripts.eagle3.config import Regeneration, Rows, Target
-from scripts.eagle3.conversations import conversation_id
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
+from scripts.eagle3.messages import conversation_id
 from scripts.eagle3.rows import CONVERSATIONS, RESPONSES, TOKENS, read_provenance, read_rows, row_key, write_rows
 from scripts.eagle3.target import fingerprint, load_tokenizer
 
-GREEDY = Regeneration()
+GREEDY = Regeneration(temperature=0)
 
 
 def conversation(*contents: str) -> dict[str, Any]:
