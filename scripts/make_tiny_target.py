@@ -111,6 +111,13 @@ VISION = {
     "num_hidden_layers": 1,
     "patch_size": 14,
 }
+VISION_CONFIG = {
+    **VISION,
+    # transformers reads the first three, vLLM 0.31 the published names (0.32 both)
+    **{"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 4},
+    **{"init_pos_emb_height": 4, "init_pos_emb_width": 4, "init_pos_emb_time": 4},
+    "merge_kernel_size": [2, 2],
+}
 
 # vLLM wants the image processor's settings even where no row has an image
 MEDIA = {
@@ -131,7 +138,8 @@ def run(kind: str, output: Path, seed: int = 0) -> None:
     """Writes the target of `kind` to `output`; the same seed gives the same bytes."""
     output.mkdir(parents=True, exist_ok=True)
     if kind == "kimi-text":
-        write_tokenizer_folder(output, WORD_STARTS)
+        write_json(output / "preprocessor_config.json", {"media_proc_cfg": MEDIA})
+        write_tokenizer_folder(output, WORD_STARTS, VISION_CONFIG)
         return
     _write_tokenizer(output)
     eos = VOCAB_SIZE - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index("<|im_end|>")
@@ -298,13 +306,7 @@ def _kimi(seed: int, eos: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
         "text_config": text,
-        "vision_config": {
-            **VISION,
-            # transformers reads the first three, vLLM 0.31 the published names (0.32 both)
-            **{"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 4},
-            **{"init_pos_emb_height": 4, "init_pos_emb_width": 4, "init_pos_emb_time": 4},
-            "merge_kernel_size": [2, 2],
-        },
+        "vision_config": VISION_CONFIG,
         # vLLM reads the published name when a draft is loaded, transformers the other two
         "media_placeholder_token_id": media_pad,
         "image_token_id": media_pad,

@@ -100,14 +100,14 @@ class Regeneration(Section):
         "keep", description="Answers that reach max_tokens: keep them, or drop the turn and what follows it."
     )
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _forget_what_has_no_effect(cls, values: Any, validate: Any) -> "Regeneration":
+    @model_validator(mode="after")
+    def _forget_what_has_no_effect(self) -> "Regeneration":
         """Unused settings are checked and set back to their defaults, so that a change of them reruns nothing."""
-        checked: Regeneration = validate(values)
-        unused = ["thinking_variable"] if checked.thinking is None else []
-        unused += ["top_p", "seed"] if checked.temperature == 0 else []
-        return checked.model_copy(update={name: cls.model_fields[name].default for name in unused})
+        unused = ["thinking_variable"] if self.thinking is None else []
+        unused += ["top_p", "seed"] if self.temperature == 0 else []
+        for name in unused:
+            object.__setattr__(self, name, type(self).model_fields[name].default)  # the model is frozen from here on
+        return self
 
 
 class Parts(Section):

@@ -74,7 +74,7 @@ TEXT_CONFIG = {
 }
 
 
-def write_tokenizer_folder(output: Path, word_starts: list[str]) -> None:
+def write_tokenizer_folder(output: Path, word_starts: list[str], vision_config: dict[str, Any]) -> None:
     """Writes all files; `word_starts` are the pairs of letters that are one token with the space before them."""
     write_text(output / "tiktoken.model", _ranks(word_starts))
     for asset in ASSETS:
@@ -86,6 +86,7 @@ def write_tokenizer_folder(output: Path, word_starts: list[str]) -> None:
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
         "text_config": TEXT_CONFIG,
+        "vision_config": vision_config,
         "media_placeholder_token_id": MEDIA_PAD,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
