@@ -143,11 +143,13 @@ def answer_facts(config: Config, folder: Path) -> list[tuple[str, str]]:
     ended = {"stop": "ended by the target", "length": "cut at the token limit"}
     rejected = sum(sum(found["rejected"].values()) for found in counts)
     cut = sum(sum(found["cut"].values()) for found in counts)
+    lost = sum(found.get("dropped", 0) for found in counts)
+    dropped = f", {lost:,} dropped for an answer cut at the limit" if lost else ""
     return [
         ("turns answered", f"{sum(found['turns_out'] for found in counts):,}"),
         ("tokens", f"{sum(found['response_tokens'] for found in counts):,}"),
         ("ends", ", ".join(f"{count:,} {ended.get(name, name)}" for name, count in sorted(reasons.items()))),
-        ("conversations", f"{rejected:,} rejected, {cut:,} ended early"),
+        ("conversations", f"{rejected:,} rejected, {cut:,} ended early{dropped}"),
         ("sampling", f"temperature {asked['temperature']:g}, at most {asked['max_tokens']:,} tokens a turn"),
     ]
 

@@ -49,7 +49,10 @@ def check_thinking_variable(tokenizer: Any, responses: Regeneration) -> None:
     if responses.thinking is None:
         return
     name, question = responses.thinking_variable, [{"role": "user", "content": "Name a colour."}]
-    prompts = [render_prompt(tokenizer, question, variables={name: switch}) for switch in (True, False)]
+    try:
+        prompts = [render_prompt(tokenizer, question, variables={name: switch}) for switch in (True, False)]
+    except RowRejected as reason:
+        raise StageError(f"a question with `{name}`: {reason}; mend the chat template, or responses.thinking") from None
     if prompts[0] == prompts[1]:
         raise StageError(
             f"responses.thinking is {responses.thinking:g}, but the target's chat template renders the same prompt with "

@@ -28,12 +28,15 @@ def rendering_lines(target: Target, config: Config) -> list[Line]:
     return [check("tokenizer", SAME_IDS, lambda: check_same_ids(target, config))]
 
 
-def check_same_ids(target: Target, config: Config) -> str:
-    """Prompts of up to COMPARED conversations; Fault names the first that differs, Skipped says why none is compared."""
+def check_same_ids(target: Target, config: Config, theirs: Renderer | None = None) -> str:
+    """Prompts of up to COMPARED conversations; Fault names the first that differs, Skipped says why none is compared.
+
+    `theirs` renders in vLLM's place.
+    """
     conversations = list(islice(local_conversations(config), COMPARED))
     if not conversations:
         raise Skipped("no source of conversations is a local file that can be read")
-    theirs, tokenizer = vllm_renderer(target, config.rows.max_length + 1), load_tokenizer(target)
+    theirs, tokenizer = theirs or vllm_renderer(target, config.rows.max_length + 1), load_tokenizer(target)
     compared = 0
     for name, messages, tools in conversations:
         variables: dict[str, bool] = {}

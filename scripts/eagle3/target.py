@@ -15,6 +15,8 @@ from scripts.eagle3.files import read_json, sha256_file
 
 # A single-file checkpoint up to this size is hashed whole; beyond it and for sharded ones the index, or the header, stands in.
 WHOLE_HASH_BYTES = 4 << 30
+# tokenization*.py and tool_declaration*.py: code that comes with the target and decides ids too (Kimi-K2.5)
+TOKENIZER_FILES = ("tokeniz", "tiktoken", "special_tokens", "vocab", "merges", "tool_declaration")
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
 NORM_NAMES = ("model.norm.weight", "language_model.model.norm.weight")
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
@@ -64,11 +66,7 @@ def fingerprint(target: Target) -> dict[str, Any]:
 
 @cache
 def _fingerprint(folder: Path, revision: str | None, dtype: str) -> dict[str, Any]:
-    tokenizer_files = sorted(
-        path
-        for path in folder.iterdir()
-        if path.name.startswith(("tokenizer", "tiktoken", "special_tokens", "vocab", "merges"))
-    )
+    tokenizer_files = sorted(path for path in folder.iterdir() if path.is_file() and path.name.startswith(TOKENIZER_FILES))
     if not tokenizer_files:
         raise StageError(f"{folder}: no tokenizer files; the target's folder must hold its tokenizer")
     tokenizer = hashlib.sha256()

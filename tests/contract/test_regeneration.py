@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,37 @@ def test_sampled_answers_depend_on_the_seed_and_on_nothing_else(target: Target, 
         answers[name] = [turn["response_ids"] for row in run.rows() for turn in row["turns"]]
     assert answers["fewer"] == answers["first"][:6]
     assert answers["other"] != answers["first"]
+
+
+def test_dropped_cut_answers_end_their_conversation_and_are_no_rejections(whole: Run, tmp_path: Path) -> None:
+    run = Run(whole.target, tmp_path, [two_turns(12, "a"), two_turns(12, "b")])
+    shutil.copytree(whole.folder / "store", tmp_path / "store")
+    counts = run.answer(cut_answers="drop", fraction=0.0)
+    assert run.stored_keys() == whole.stored_keys(), "the answers are the same ones, and no engine was needed"
+    expected = []
+    for row in whole.rows():
+        reasons = [turn["finish_reason"] for turn in row["turns"]]
+        kept = row["turns"][: reasons.index("length")] if "length" in reasons else row["turns"]
+        expected += [{**row, "turns": kept}] if kept else []
+    assert run.rows() == expected
+    assert 0 < counts["dropped"] < counts["in"] == counts["out"] + counts["dropped"] and counts["rejected"] == {}
+    assert counts["turns_in"] == counts["turns_out"] + counts["turns_dropped"] == 48
+    assert counts["finish_reasons"].keys() == {"stop"}
+    reason = "answer cut at its limit, and responses.cut_answers is drop"
+    assert {(entry["action"], entry["reason"]) for entry in counts["ledger"]} <= {("dropped", reason), ("cut", reason)}
+
+
+def test_what_the_targets_files_decide_stands_in_the_provenance(whole: Run) -> None:
+    responses = read_provenance(whole.output / "shard-0.parquet")[0]["responses"]
+    assert Regeneration(max_tokens=MAX_TOKENS).temperature is None
+    assert responses == Regeneration(max_tokens=MAX_TOKENS, temperature=0).model_dump()
+
+
+def test_thinking_that_the_template_does_not_know_is_refused_before_the_engine(target: Target, tmp_path: Path) -> None:
+    run = Run(target, tmp_path, [two_turns(1)])
+    with pytest.raises(StageError, match=r"responses\.thinking is 0\.5, but .* `thinking` true and false"):
+        run.answer(thinking=0.5)
+    assert not (tmp_path / "store").exists()
 
 
 def test_row_longer_than_the_target_takes_is_refused_before_anything_is_read(target: Target, tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scripts.eagle3.chat import render_prompt
-from scripts.eagle3.checks import Fault, Skipped
-from scripts.eagle3.checks_rendering import Renderer, check_same_ids, rendering_lines, vllm_renderer
+from scripts.eagle3.checks import Fault, Skipped, check
+from scripts.eagle3.checks_rendering import SAME_IDS, Renderer, check_same_ids, rendering_lines, vllm_renderer
 from scripts.eagle3.config import Target
 from scripts.eagle3.messages import normalise, normalise_tools
 from scripts.eagle3.target import load_tokenizer
-from tests.preflight_case import assert_red, config_for, copy_target, edit_json, line
+from tests.preflight_case import assert_red, config_for, copy_target, edit_json
 
 pytestmark = pytest.mark.slow  # importing vLLM alone takes 15 s
 DATA = Path(__file__).parents[2] / "config" / "data" / "train"
@@ -93,37 +93,29 @@ def test_preflight_compares_the_runs_own_conversations(kimi_text: Target) -> Non
         assert int(only.found.split()[0]) >= 20
 
 
-def test_a_template_that_only_vllm_reads_is_red(kimi_text: Target, tmp_path: Path) -> None:
-    copy = copy_target(kimi_text, tmp_path / "target")
-    # vLLM prefers the template of the processor, where a target has one
-    template = (Path(copy.path) / "chat_template.jinja").read_text().replace("assistant<|im_middle|>", "kimi<|im_middle|>")
-    renderer = vllm_renderer(copy, 1025)
-
-    def other(messages: Any, tools: Any, variables: Any) -> list[int]:
-        return renderer(messages, tools, {**variables, "chat_template": template})
-
-    import scripts.eagle3.checks_rendering as module
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Fault, match="is 'assistant"):
-        patch.setattr(module, "vllm_renderer", lambda *_: other)
-        check_same_ids(copy, config(copy, DATA / "dialogues.jsonl"))
+def test_another_template_in_vllm_is_red(kimi_text: Target, tmp_path: Path) -> None:
+    served = copy_target(kimi_text, tmp_path / "served")
+    template = Path(served.path) / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant<|im_middle|>", "kimi<|im_middle|>"))
+    asked = config(kimi_text, DATA / "dialogues.jsonl")
+    theirs = vllm_renderer(served, 1025)
+    found = check("tokenizer", SAME_IDS, lambda: check_same_ids(kimi_text, asked, theirs))
+    assert_red(found, "dialogues.jsonl: row 1: token ", "'assist", "'kimi<|im_middle|>", "the same chat template")
+    assert check_same_ids(served, asked, theirs).startswith("4")
 
 
 def test_another_tokenizer_in_vllm_is_red(kimi_text: Target, tmp_path: Path) -> None:
-    shifted = copy_target(kimi_text, tmp_path / "shifted")
+    served = copy_target(kimi_text, tmp_path / "served")
 
     def shift(values: dict[str, Any]) -> None:
         added = values["added_tokens_decoder"]
         values["added_tokens_decoder"] = {str(int(number) - 3): token for number, token in added.items()}
 
-    edit_json(Path(shifted.path) / "tokenizer_config.json", shift)
-    theirs = vllm_renderer(shifted, 1025)
-    import scripts.eagle3.checks_rendering as module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "vllm_renderer", lambda *_: theirs)
-        found = line(rendering_lines(kimi_text, config(kimi_text, DATA / "questions.jsonl")), "same ids as vLLM")
-    assert_red(found, "questions.jsonl: row 1: token 0", "chat template and tokenizer files")
+    edit_json(Path(served.path) / "tokenizer_config.json", shift)
+    asked = config(kimi_text, DATA / "questions.jsonl")
+    theirs = vllm_renderer(served, 1025)
+    with pytest.raises(Fault, match=r"questions\.jsonl: row 1: token 0 .* chat template and tokenizer files"):
+        check_same_ids(kimi_text, asked, theirs)
 
 
 def test_without_local_sources_nothing_is_compared_and_the_line_says_so(kimi_text: Target) -> None:

@@ -207,6 +207,13 @@ def test_an_evaluation_source_tolerates_no_malformed_row(tmp_path: Path) -> None
         Collected(tmp_path, questions(20), [*evaluation, {"messages": []}], max_rejected_fraction=0.5)
 
 
+def test_an_evaluation_prompt_has_no_tool_messages(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
+    called = {"id": "called", "messages": [*user(EVALUATION)["messages"], call, {"role": "tool", "content": "42"}]}
+    with pytest.raises(StageError, match=r"suite suite: suite\.jsonl#called: has tool messages"):
+        Collected(tmp_path, questions(20), [called])
+
+
 # -- duplicates and decontamination
 
 
