@@ -22,6 +22,8 @@ from scripts.eagle3.errors import StageError
 from scripts.eagle3.generation import Completion, Dialogue, answer_message
 from scripts.eagle3.messages import normalise, normalise_tools, stored
 from scripts.eagle3.target import load_tokenizer, resolve_sampling, stop_token_ids
+from scripts.eagle3.vocabulary import special_token_ids
+from scripts.tiny_kimi import SPECIAL_TOKENS
 from tests.preflight_case import assert_red, config_for, copy_target, edit_json, line
 
 EOS, END, USER, ASSISTANT, SYSTEM = 163585, 163586, 163587, 163588, 163594
@@ -82,6 +84,10 @@ def test_special_tokens_stand_at_their_ids_and_the_folder_is_one_of_python_code(
     assert max(tokenizer.get_vocab().values()) == 163839
     assert stop_token_ids(kimi_text) == [END]
     assert json.loads((Path(kimi_text.path) / "config.json").read_text())["eos_token_id"] == EOS
+
+
+def test_all_special_and_added_tokens_are_in_the_drafts_vocabulary(tokenizer: Any) -> None:
+    assert special_token_ids(tokenizer, [END], 163840) == sorted(SPECIAL_TOKENS)
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
