@@ -97,7 +97,10 @@ def _split_turn(
     if not full.startswith(prompt):
         raise RowRejected(f"message {len(messages)}: the chat template changes the prompt when the answer follows it")
     if not messages[-1].get("reasoning_content"):
-        prompt = full[: len(prompt) + _empty_thinking(full[len(prompt) :], messages[-1]["content"])]
+        written = _empty_thinking(full[len(prompt) :], messages[-1]["content"])
+        prompt, answer = full[: len(prompt) + written], full[len(prompt) + written :]
+        if written and answer.lstrip().startswith("<think>"):
+            raise RowRejected(f"message {len(messages)}: its thinking stands in its content; give it as `reasoning_content`")
     prompt_ids, full_ids = _encode(tokenizer, prompt), _encode(tokenizer, full)
     if full_ids[: len(prompt_ids)] == prompt_ids:
         rest = full_ids[len(prompt_ids) :]

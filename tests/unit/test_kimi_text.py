@@ -18,7 +18,7 @@ from scripts.eagle3.chat import (
 )
 from scripts.eagle3.checks_tokenizer import tokenizer_lines
 from scripts.eagle3.config import Regeneration, Target
-from scripts.eagle3.errors import StageError
+from scripts.eagle3.errors import RowRejected, StageError
 from scripts.eagle3.generation import Completion, Dialogue, answer_message
 from scripts.eagle3.messages import normalise, normalise_tools, stored
 from scripts.eagle3.target import load_tokenizer, resolve_sampling, stop_token_ids
@@ -278,6 +278,12 @@ def test_empty_thinking_before_given_answers_is_never_supervised_and_one_row_hol
         *([False] * len(prompts[1]) + [True] * len(answers[1])),
     ]
     assert prompts[0] == render_prompt(tokenizer, conversation[:1], variables={"thinking": False})
+
+
+def test_thinking_within_the_content_of_a_given_answer_is_rejected(tokenizer: Any) -> None:
+    # the template would write its empty thinking before it: such an answer was never sampled
+    with pytest.raises(RowRejected, match=r"message 2: its thinking stands in its content; give it as `reasoning_content`"):
+        split_given_turns(tokenizer, [user("one"), said("<think>so</think>first")], [END])
 
 
 def test_a_call_without_thinking_is_supervised_from_its_first_token(tokenizer: Any, spelled: Spelled) -> None:
