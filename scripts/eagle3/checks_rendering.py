@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.eagle3.chat import render_prompt, template_messages, template_variables
-from scripts.eagle3.checks import Fault, Line, Skipped, check, first_line
+from scripts.eagle3.checks import Fault, Line, Skipped, check, first_line, some
 from scripts.eagle3.checks_backends import engine_config, find
 from scripts.eagle3.config import Config, Regeneration, Target
 from scripts.eagle3.conversations import read_source
@@ -37,7 +37,7 @@ def check_same_ids(target: Target, config: Config, theirs: Renderer | None = Non
     if not conversations:
         raise Skipped("no source of conversations is a local file that can be read")
     theirs, tokenizer = theirs or vllm_renderer(target, config.rows.max_length + 1), load_tokenizer(target)
-    compared = 0
+    compared, refused = 0, list[str]()
     for name, messages, tools in conversations:
         variables: dict[str, bool] = {}
         if isinstance(config.responses, Regeneration):
@@ -49,15 +49,19 @@ def check_same_ids(target: Target, config: Config, theirs: Renderer | None = Non
             continue
         if len(ours) > config.rows.max_length:
             continue
-        compared += 1
         try:
             found = theirs(prompt, tools, variables)
         except Exception as error:  # vLLM's own kinds, and the template's
-            raise Fault(f"{name}: vLLM refuses it ({first_line(error)[:200]})", "remove such rows from the source") from error
+            refused.append(f"{name} ({first_line(error)[:200]})")
+            continue
         compare(name, ours, found, tokenizer)
+        compared += 1
+    if refused and not compared:
+        raise Fault(f"vLLM refuses all {len(refused)} conversations: {refused[0]}", "mend what it names in the target's folder")
     if not compared:
         raise Skipped(f"of {len(conversations)} conversations none is taken by the chat template and fits rows.max_length")
-    return f"{compared} conversations of the sources give the ids that vLLM serves"
+    left = f"; vLLM refuses {some(refused, 1)}" if refused else ""
+    return f"{compared} conversations of the sources give the ids that vLLM serves{left}"
 
 
 def compare(name: str, ours: list[int], theirs: list[int], tokenizer: Any) -> None:

@@ -19,8 +19,16 @@ from tests.preflight_case import assert_red, config_for, copy_target, edit_json
 pytestmark = pytest.mark.slow  # importing vLLM alone takes 15 s
 DATA = Path(__file__).parents[2] / "config" / "data" / "train"
 QWEN_TOOLS = '<tool_call>{"name": "f"}</tool_call>'
-# <|media_pad|> is left out: vLLM refuses it in text
-SPECIALS = ["<|im_end|>", "<think>", "</think>", "<|tool_calls_section_begin|>", "[EOS]", "## Return of x", QWEN_TOOLS]
+SPECIALS = [
+    "<|im_end|>",
+    "<|media_pad|>",
+    "<think>",
+    "</think>",
+    "<|tool_calls_section_begin|>",
+    "[EOS]",
+    "## Return of x",
+    QWEN_TOOLS,
+]
 
 texts = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
@@ -91,6 +99,18 @@ def test_preflight_compares_the_runs_own_conversations(kimi_text: Target) -> Non
         assert only.state == "green", only
         assert "conversations of the sources give the ids that vLLM serves" in only.found
         assert int(only.found.split()[0]) >= 20
+
+
+def test_what_vllm_refuses_is_named_and_stops_nothing_unless_it_is_all(kimi_text: Target, tmp_path: Path) -> None:
+    texts = ["one", "a long question " * 20, "two"]
+    rows = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in texts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "long.jsonl").write_text(rows[1])
+    theirs = vllm_renderer(kimi_text, 64)  # takes shorter prompts than the rows are
+    found = check_same_ids(kimi_text, config(kimi_text, tmp_path / "rows.jsonl"), theirs)
+    assert found.startswith("2 conversations") and "vLLM refuses rows.jsonl: row 2 (" in found
+    with pytest.raises(Fault, match=r"vLLM refuses all 1 conversations: long\.jsonl: row 1"):
+        check_same_ids(kimi_text, config(kimi_text, tmp_path / "long.jsonl"), theirs)
 
 
 def test_another_template_in_vllm_is_red(kimi_text: Target, tmp_path: Path) -> None:
