@@ -29,6 +29,7 @@ from scripts.eagle3.draft_files import DraftFiles
 from scripts.eagle3.engine import Hardware
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json, write_json
+from scripts.eagle3.messages import has_tool_messages
 from scripts.eagle3.rows import CONVERSATIONS, RESPONSES, read_provenance, read_rows, write_rows
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.target import text_config
@@ -36,6 +37,7 @@ from scripts.eagle3.target import text_config
 CANDIDATES = 24
 ROWS = 4
 ANSWER_TOKENS = 64
+RESPONSES_ASKED = Regeneration(temperature=0, max_tokens=ANSWER_TOKENS)
 MIN_DISTINCT_TOKENS = 30
 NUM_SPECULATIVE_TOKENS = 3
 # passes over the rows per segment: the same shard under several part names
@@ -106,13 +108,14 @@ def run(canary: Canary, conversations: Path) -> dict[str, Any]:
 def answer_rows(canary: Canary, conversations: Path) -> None:
     """The target's greedy answers to a few prompts, chosen for variety, as part-0 and val (the same rows)."""
     folder, provenance = canary.folder, read_provenance(conversations)[0]
-    candidates = [row for row in read_rows(conversations, CONVERSATIONS) if _turns(row) == 1][:CANDIDATES]
+    rows = (row for row in read_rows(conversations, CONVERSATIONS) if not has_tool_messages(row["messages"]))
+    candidates = [row for row in rows if _turns(row) == 1][:CANDIDATES]
 
     def regenerate(rows: list[dict[str, Any]], part: str) -> None:
         write_rows(folder / f"conversations/{part}/shard-0.parquet", rows, CONVERSATIONS, provenance, {})
         regenerate_responses.run(
             canary.target,
-            Regeneration(max_tokens=ANSWER_TOKENS),
+            RESPONSES_ASKED,
             ROW_LIMIT,
             folder / f"conversations/{part}",
             1,
@@ -141,10 +144,9 @@ def answer_rows(canary: Canary, conversations: Path) -> None:
 def make_inputs(canary: Canary) -> None:
     """Token rows, hidden states, vocabulary map, the target's head, the draft's config."""
     target, folder = canary.target, canary.folder
-    responses = Regeneration(max_tokens=ANSWER_TOKENS)
     for part in ("part-0", "val"):
         tokens = folder / f"tokens/{part}"
-        tokenize_conversations.run(target, ROW_LIMIT, responses, folder / f"responses/{part}", 1, tokens, NO_REJECTIONS)
+        tokenize_conversations.run(target, ROW_LIMIT, RESPONSES_ASKED, folder / f"responses/{part}", 1, tokens, NO_REJECTIONS)
         extract_hidden_states.run(
             target, tokens, 1, folder / f"hidden/{part}", folder / "store", "bfloat16", canary.hardware, NO_REJECTIONS
         )

@@ -23,6 +23,7 @@ from scripts.eagle3.conversations import (
 )
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import write_json
+from scripts.eagle3.messages import has_tool_messages
 from scripts.eagle3.rows import CONVERSATIONS, write_rows
 from scripts.eagle3.stage import run_stage, section
 
@@ -78,6 +79,12 @@ def collect_evaluation(conversations: Conversations) -> tuple[dict[str, list[Row
                 f"evaluation suite {suite}: {first['source']}: row {first['row']}: {first['reason']}; an evaluation "
                 f"source may have no malformed rows, found {len(ledgers[suite].rejected)}; mend or remove them"
             )
+        for row in suites[suite]:
+            if has_tool_messages(row["messages"]):
+                raise StageError(
+                    f"evaluation suite {suite}: {row['source']}: has tool messages, and an evaluation prompt is answered on "
+                    "the target's own answers alone; keep its declared tools and user messages, or remove the row"
+                )
         if not suites[suite]:
             raise StageError(f"evaluation suite {suite}: {source.path}: no rows; give it some, or remove the suite")
     return suites, ledgers

@@ -2,6 +2,7 @@
 
 In: `--kind tiny-llama` (LlamaForCausalLM with GQA, float32) or `--kind tiny-kimi` (KimiK25ForConditionalGeneration around
 MLA and mixture of experts, bfloat16). Out: a folder in Hugging Face format with 8 layers and a small real tokenizer.
+`--kind kimi-text` is Kimi-K2.5's text side without weights: tiktoken vocabulary, chat template, configs.
 Branch weights are scaled so that neighbouring states differ by 20 % and more: a state of the wrong layer is never near.
 """
 
@@ -14,8 +15,9 @@ from typing import Any
 
 from scripts.eagle3.files import write_atomically, write_json, write_text
 from scripts.eagle3.stage import run_stage
+from scripts.tiny_kimi import write_tokenizer_folder
 
-KINDS = ("tiny-llama", "tiny-kimi")
+KINDS = ("tiny-llama", "tiny-kimi", "kimi-text")
 NUM_LAYERS = 8
 HIDDEN = 256
 # how strongly one branch (attention or MLP) adds to the stream, relative to the embedding
@@ -109,6 +111,13 @@ VISION = {
     "num_hidden_layers": 1,
     "patch_size": 14,
 }
+VISION_CONFIG = {
+    **VISION,
+    # transformers reads the first three, vLLM 0.31 the published names (0.32 both)
+    **{"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 4},
+    **{"init_pos_emb_height": 4, "init_pos_emb_width": 4, "init_pos_emb_time": 4},
+    "merge_kernel_size": [2, 2],
+}
 
 # vLLM wants the image processor's settings even where no row has an image
 MEDIA = {
@@ -128,6 +137,10 @@ MEDIA = {
 def run(kind: str, output: Path, seed: int = 0) -> None:
     """Writes the target of `kind` to `output`; the same seed gives the same bytes."""
     output.mkdir(parents=True, exist_ok=True)
+    if kind == "kimi-text":
+        write_json(output / "preprocessor_config.json", {"media_proc_cfg": MEDIA})
+        write_tokenizer_folder(output, WORD_STARTS, VISION_CONFIG)
+        return
     _write_tokenizer(output)
     eos = VOCAB_SIZE - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index("<|im_end|>")
     config, tensors = _llama(seed, eos) if kind == "tiny-llama" else _kimi(seed, eos)
@@ -293,13 +306,7 @@ def _kimi(seed: int, eos: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
         "text_config": text,
-        "vision_config": {
-            **VISION,
-            # transformers reads the first three, vLLM 0.31 the published names (0.32 both)
-            **{"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 4},
-            **{"init_pos_emb_height": 4, "init_pos_emb_width": 4, "init_pos_emb_time": 4},
-            "merge_kernel_size": [2, 2],
-        },
+        "vision_config": VISION_CONFIG,
         # vLLM reads the published name when a draft is loaded, transformers the other two
         "media_placeholder_token_id": media_pad,
         "image_token_id": media_pad,

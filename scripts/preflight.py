@@ -18,6 +18,7 @@ from scripts.eagle3.checks import Fault, Line, Skipped, check, refuse_red, table
 from scripts.eagle3.checks_backends import backend_lines
 from scripts.eagle3.checks_gpus import Asked, check_division, gpu_lines, list_gpus
 from scripts.eagle3.checks_place import disk_lines, production_lines
+from scripts.eagle3.checks_rendering import SAME_IDS, rendering_lines
 from scripts.eagle3.checks_software import check_eagle3_interface, feature_lines, version_lines
 from scripts.eagle3.checks_target import target_lines
 from scripts.eagle3.checks_tokenizer import tokenizer_lines
@@ -77,7 +78,8 @@ def engine_lines(target: Target, config: Config, gpus: int, blind: bool) -> list
     """What only vLLM can say about this target on this machine."""
     if blind:
         reason = "vLLM for CUDA, and no GPU here: it chooses when it loads"
-        return [Line("machine", "kernels", "skipped", reason), Line("features", "EAGLE-3 interface", "skipped", reason)]
+        absent = (("machine", "kernels"), ("features", "EAGLE-3 interface"), ("tokenizer", SAME_IDS))
+        return [Line(where, name, "skipped", reason) for where, name in absent]
     architecture = (read_json(resolve_folder(target) / "config.json").get("architectures") or [""])[0]
     try:
         head_dim = attention_shape(text_config(target), config.draft)[2]
@@ -86,6 +88,7 @@ def engine_lines(target: Target, config: Config, gpus: int, blind: bool) -> list
     return [
         check("features", "EAGLE-3 interface", lambda: check_eagle3_interface(architecture)),
         *backend_lines(target, config, gpus, head_dim),
+        *rendering_lines(target, config),
     ]
 
 

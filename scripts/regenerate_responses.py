@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.eagle3.chat import check_thinking_variable, template_variables
 from scripts.eagle3.config import Regeneration, Rows, Target
 from scripts.eagle3.engine import Hardware, engine_version, load_engine, unload_engine
 from scripts.eagle3.errors import RowRejected, StageError
@@ -20,19 +21,26 @@ from scripts.eagle3.progress import Progress
 from scripts.eagle3.rows import CONVERSATIONS, RESPONSES, read_provenance, read_rows, write_rows
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.store import RecordStore, open_store
-from scripts.eagle3.target import fingerprint, load_tokenizer, stop_token_ids, text_config
+from scripts.eagle3.target import fingerprint, load_tokenizer, resolve_sampling, stop_token_ids, text_config
 
 LEDGER_LINES_SHOWN = 20
+CUT_ANSWER = "answer cut at its limit, and responses.cut_answers is drop"
 
 
 class Regenerator:
     """All dialogues of one part, and the store of their answers."""
 
     def __init__(
-        self, dialogues: list[Dialogue], records: RecordStore, sampling: Sampling, max_tokens: int, max_length: int
+        self,
+        dialogues: list[Dialogue],
+        records: RecordStore,
+        sampling: Sampling,
+        responses: Regeneration,
+        max_length: int,
     ) -> None:
         self.dialogues, self.records, self.sampling = dialogues, records, sampling
-        self.max_tokens, self.max_length = max_tokens, max_length
+        self.max_tokens, self.max_length = responses.max_tokens, max_length
+        self.drops_cut_answers = responses.cut_answers == "drop"
         # key of an unanswered request -> the dialogues that wait for it: equal prompts are answered once
         self.waiting: dict[str, list[Dialogue]] = {}
 
@@ -62,9 +70,11 @@ class Regenerator:
 
     def _take(self, dialogue: Dialogue, prompt_ids: list[int], completion: Completion) -> None:
         fault = dialogue.take(prompt_ids, completion)
-        if fault == "empty answer":
+        if self.drops_cut_answers and completion.finish_reason == "length":
+            fault = CUT_ANSWER
+        if fault in ("empty answer", CUT_ANSWER):
             dialogue.answered.pop()
-        if fault == "empty answer" or (fault and dialogue.open):
+        if fault and dialogue.open:
             dialogue.problem = fault
 
     def answer(self, llm: Any, pending: list[Request], in_flight: int) -> None:
@@ -96,8 +106,9 @@ def run(
 ) -> dict[str, Any]:
     """Answers every user turn of a part; returns the counts of all shards together.
 
-    Raises StageError where conversations are missing, rows.max_length exceeds what the target takes, or more
-    conversations than `max_rejected_fraction` ended without any answer (after all others are answered and stored).
+    Raises StageError where conversations are missing, rows.max_length exceeds what the target takes, `responses.thinking`
+    means nothing to the chat template, or more conversations than `max_rejected_fraction` ended without any answer (after
+    all others are answered and stored); those that `cut_answers: drop` leaves without one are counted apart.
     """
     longest = text_config(target).get("max_position_embeddings")
     if longest and rows.max_length > longest:
@@ -105,13 +116,20 @@ def run(
     sources = [conversations / f"shard-{shard}.parquet" for shard in range(shards)]
     made_from = [read_provenance(path)[0] for path in sources]
     tokenizer = load_tokenizer(target)
-    dialogues = [[Dialogue(row, tokenizer) for row in read_rows(path, CONVERSATIONS)] for path in sources]
+    responses = resolve_sampling(target, responses)
+    check_thinking_variable(tokenizer, responses)
+
+    def dialogue_of(row: dict[str, Any]) -> Dialogue:
+        return Dialogue(row, tokenizer, template_variables(responses, row["conversation_id"]))
+
+    dialogues = [[dialogue_of(row) for row in read_rows(path, CONVERSATIONS)] for path in sources]
     together = [dialogue for shard in dialogues for dialogue in shard]
-    sampling = Sampling(responses.temperature, responses.top_p, responses.seed, tuple(stop_token_ids(target)))
+    stop_ids = tuple(stop_token_ids(target))
+    sampling = Sampling(responses.temperature or 0.0, responses.top_p or 1.0, responses.seed, stop_ids)
     origin = {"target": fingerprint(target), "engine": engine_version()}
     with open_store(store, "regenerate_responses", origin, part=output.name) as opened:
         records = opened.records("answers")
-        regenerator = Regenerator(together, records, sampling, responses.max_tokens, rows.max_length)
+        regenerator = Regenerator(together, records, sampling, responses, rows.max_length)
         pending = [request for dialogue in together if (request := regenerator.next_request(dialogue))]
         if pending:
             # the next turn's prompt begins with this turn's: the cache saves computing it again
@@ -140,13 +158,16 @@ def _to_row(dialogue: Dialogue) -> dict[str, Any]:
 
 
 def _count(dialogues: Sequence[Dialogue]) -> dict[str, Any]:
-    """in = out + rejected, turns_in = turns_out + turns_dropped; the ledger names each exception with its reason."""
+    """in = out + rejected + dropped, turns_in = turns_out + turns_dropped; the ledger names each exception with its reason.
+
+    dropped: conversations that `cut_answers: drop` left without an answer.
+    """
     turns = [turn for dialogue in dialogues for turn in dialogue.answered]
     ledger = [
         {
             "conversation_id": dialogue.row["conversation_id"],
             "reason": dialogue.problem,
-            "action": "cut" if dialogue.answered else "rejected",
+            "action": "cut" if dialogue.answered else "dropped" if dialogue.problem == CUT_ANSWER else "rejected",
             "turns_dropped": dialogue.user_turns - len(dialogue.answered),
         }
         for dialogue in dialogues
@@ -157,6 +178,7 @@ def _count(dialogues: Sequence[Dialogue]) -> dict[str, Any]:
         "out": sum(bool(dialogue.answered) for dialogue in dialogues),
         "rejected": dict(Counter(entry["reason"] for entry in ledger if entry["action"] == "rejected")),
         "cut": dict(Counter(entry["reason"] for entry in ledger if entry["action"] == "cut")),
+        "dropped": sum(entry["action"] == "dropped" for entry in ledger),
         "turns_in": sum(dialogue.user_turns for dialogue in dialogues),
         "turns_out": len(turns),
         "turns_dropped": sum(entry["turns_dropped"] for entry in ledger),

@@ -133,24 +133,24 @@ def answer_facts(config: Config, folder: Path) -> list[tuple[str, str]]:
     if config.responses == "given":
         return [("taken from", "the data set itself (responses: given)")]
     paths = [path for part in parts(config) for path in sorted((folder / "responses" / part).glob("shard-*.parquet"))]
-    counts = [read_provenance(path)[1] for path in paths]
-    if not counts:
+    found_in = [read_provenance(path) for path in paths]
+    if not found_in:
         return []
+    counts, asked = [counts for _, counts in found_in], found_in[0][0]["responses"]
     reasons: dict[str, int] = {}
     for name, count in (item for found in counts for item in found["finish_reasons"].items()):
         reasons[name] = reasons.get(name, 0) + count
     ended = {"stop": "ended by the target", "length": "cut at the token limit"}
     rejected = sum(sum(found["rejected"].values()) for found in counts)
     cut = sum(sum(found["cut"].values()) for found in counts)
+    lost = sum(found.get("dropped", 0) for found in counts)
+    dropped = f", {lost:,} dropped for an answer cut at the limit" if lost else ""
     return [
         ("turns answered", f"{sum(found['turns_out'] for found in counts):,}"),
         ("tokens", f"{sum(found['response_tokens'] for found in counts):,}"),
         ("ends", ", ".join(f"{count:,} {ended.get(name, name)}" for name, count in sorted(reasons.items()))),
-        ("conversations", f"{rejected:,} rejected, {cut:,} ended early"),
-        (
-            "sampling",
-            f"temperature {config.responses.temperature:g}, at most {config.responses.max_tokens:,} tokens a turn",
-        ),
+        ("conversations", f"{rejected:,} rejected, {cut:,} ended early{dropped}"),
+        ("sampling", f"temperature {asked['temperature']:g}, at most {asked['max_tokens']:,} tokens a turn"),
     ]
 
 

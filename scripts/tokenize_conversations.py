@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from scripts.eagle3.chat import rows_from_turns, split_given_turns
+from scripts.eagle3.chat import rows_from_turns, split_given_turns, tools_of
 from scripts.eagle3.config import Regeneration, Rows, Target
 from scripts.eagle3.errors import RowRejected, StageError
 from scripts.eagle3.files import write_json
@@ -23,7 +23,7 @@ from scripts.eagle3.progress import Progress
 from scripts.eagle3.provenance import check_provenance
 from scripts.eagle3.rows import CONVERSATIONS, RESPONSES, TOKENS, read_provenance, read_rows, row_key, write_rows
 from scripts.eagle3.stage import run_stage, section
-from scripts.eagle3.target import fingerprint, load_tokenizer, stop_token_ids, text_config
+from scripts.eagle3.target import fingerprint, load_tokenizer, resolve_sampling, stop_token_ids, text_config
 
 COUNTED = [
     *("conversations", "conversations_rejected", "rows_made", "rows_rejected", "rows_duplicate", "rows"),
@@ -55,7 +55,8 @@ class Tokenization:
         try:
             turns = conversation.get("turns")
             if turns is None:
-                turns = split_given_turns(self.tokenizer, conversation["messages"], self.stop_ids)
+                tools = tools_of(conversation)
+                turns = split_given_turns(self.tokenizer, conversation["messages"], self.stop_ids, tools)
             pairs = rows_from_turns(turns)
             if not pairs:
                 raise RowRejected("no turns")
@@ -136,8 +137,9 @@ def run(
     origins = [read_provenance(path)[0] for path in paths]
     given = not isinstance(responses, Regeneration)
     if isinstance(responses, Regeneration):
+        asked = resolve_sampling(target, responses).model_dump()
         for path, origin in zip(paths, origins, strict=True):
-            check_provenance({"target": identity, "responses": responses.model_dump()}, origin, path)
+            check_provenance({"target": identity, "responses": asked}, origin, path)
     provenance = [
         {
             "target": {name: identity[name] for name in ("tokenizer", "chat_template")},

@@ -108,7 +108,7 @@ def target_attention(vllm_config: Any, text: Mapping[str, Any]) -> str:
 
 def attention(vllm_config: Any, head_size: int, latent: bool) -> str:
     """Name of the backend that vLLM chooses; Fault where none takes this head."""
-    select = _find("vllm.v1.attention.selector", "get_attn_backend")
+    select = find("vllm.v1.attention.selector", "get_attn_backend")
     model = vllm_config.model_config
     asked = {
         "head_size": head_size,
@@ -132,7 +132,7 @@ def attention(vllm_config: Any, head_size: int, latent: bool) -> str:
 def prefill(vllm_config: Any) -> str:
     """Backend of latent attention's prefill; a version without this choice is no fault."""
     try:
-        select = _find("vllm.v1.attention.backends.mla.prefill.selector", "get_mla_prefill_backend")
+        select = find("vllm.v1.attention.backends.mla.prefill.selector", "get_mla_prefill_backend")
         return str(select(vllm_config).get_name())
     except Skipped as reason:
         return f"unknown ({reason})"
@@ -167,7 +167,7 @@ def _expert_method(vllm_config: Any, target: Target, count: int, gpus: int) -> A
     import torch
 
     text = text_config(target)
-    layer_class = _find("vllm.model_executor.layers.fused_moe", "RoutedExperts")
+    layer_class = find("vllm.model_executor.layers.fused_moe", "RoutedExperts")
     sizes = _moe_config(vllm_config, text, count, gpus)
     layer = layer_class.__new__(layer_class)
     torch.nn.Module.__init__(layer)
@@ -186,7 +186,7 @@ def _expert_method(vllm_config: Any, target: Target, count: int, gpus: int) -> A
         wrapper = "language_model." if "text_config" in read_json(resolve_folder(target) / "config.json") else ""
         prefix = f"{wrapper}model.layers.{text.get('first_k_dense_replace', 0)}.mlp.experts"
         method = vllm_config.quant_config.get_quant_method(layer, prefix)
-    return method or _find("vllm.model_executor.layers.fused_moe", "UnquantizedFusedMoEMethod")(sizes)
+    return method or find("vllm.model_executor.layers.fused_moe", "UnquantizedFusedMoEMethod")(sizes)
 
 
 def expert_width(text: Mapping[str, Any]) -> int:
@@ -196,7 +196,7 @@ def expert_width(text: Mapping[str, Any]) -> int:
 
 def _moe_config(vllm_config: Any, text: Mapping[str, Any], count: int, gpus: int) -> Any:
     config = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
-    activation = _find("vllm.model_executor.layers.fused_moe.activation", "MoEActivation").SILU
+    activation = find("vllm.model_executor.layers.fused_moe.activation", "MoEActivation").SILU
     alone = dict.fromkeys(("pcp_size", "dp_size", "ep_size", "sp_size"), 1)
     ranks = dict.fromkeys(("tp_rank", "pcp_rank", "dp_rank", "ep_rank"), 0)
     parallel = config.FusedMoEParallelConfig(
@@ -245,7 +245,7 @@ def _weights(group: Mapping[str, Any]) -> str:
 
 def _within(vllm_config: Any, question: Callable[[], str]) -> str:
     """Asks inside vLLM's configuration, which its selectors read from a global."""
-    enter = _find("vllm.config", "set_current_vllm_config")
+    enter = find("vllm.config", "set_current_vllm_config")
     try:
         with enter(vllm_config):
             return question()
@@ -253,7 +253,7 @@ def _within(vllm_config: Any, question: Callable[[], str]) -> str:
         raise Skipped(f"this vLLM cannot be asked ({first_line(error)[:200]})") from error
 
 
-def _find(module: str, name: str) -> Any:
+def find(module: str, name: str) -> Any:
     """A part of vLLM that may have moved."""
     try:
         return getattr(importlib.import_module(module), name)

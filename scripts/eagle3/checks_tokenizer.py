@@ -4,16 +4,24 @@ In: the target and how its answers are made. Out: lines of preflight's table. Th
 newer library converts with its special ids shifted by one to three; text then looks right, and every id is wrong.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.eagle3.chat import render_prompt, split_given_turns
+from scripts.eagle3.chat import check_thinking_variable, render_prompt, split_given_turns
 from scripts.eagle3.checks import Fault, Line, check, first_line, some
-from scripts.eagle3.config import Config, Target
-from scripts.eagle3.errors import RowRejected
+from scripts.eagle3.config import Config, Regeneration, Target
+from scripts.eagle3.errors import RowRejected, StageError
 from scripts.eagle3.files import read_json
 from scripts.eagle3.target import chat_template, load_tokenizer, resolve_folder, stop_token_ids, text_config
 
+# Ids that Kimi-K2.5 was published with. That its files agree with each other is not enough: a folder that a converting
+# library has saved again is shifted throughout.
+KIMI_IDS = {
+    **{"[BOS]": 163584, "[EOS]": 163585, "<|im_end|>": 163586, "<|im_assistant|>": 163588, "<|im_middle|>": 163601},
+    **{"<|media_pad|>": 163605, "<think>": 163606, "</think>": 163607, "[UNK]": 163838, "[PAD]": 163839},
+}
+KIMI_TYPES = ("kimi_k2", "kimi_k25")
 OTHER_VERSION = "install the locked transformers (`make env`), or fetch the tokenizer's files again"
 DIALOGUE = (
     {"role": "user", "content": "Name a colour."},
@@ -24,7 +32,7 @@ DIALOGUE = (
 
 
 def tokenizer_lines(target: Target, config: Config) -> list[Line]:
-    """One line each: loads, special ids, bos/eos/pad, stop ids, chat template."""
+    """One line each: loads, special ids, bos/eos/pad, stop ids, chat template; Kimi's ids and thinking where they matter."""
     loaded: list[Any] = []
 
     def load() -> str:
@@ -36,6 +44,11 @@ def tokenizer_lines(target: Target, config: Config) -> list[Line]:
         return lines
     tokenizer = loaded[0]
     given = config.responses == "given"
+    if is_kimi(target):
+        lines.append(check("tokenizer", "Kimi's ids", lambda: check_kimi_tokens(tokenizer, target)))
+    if isinstance(config.responses, Regeneration) and config.responses.thinking is not None:
+        responses = config.responses
+        lines.append(check("tokenizer", "thinking", lambda: check_thinking(tokenizer, responses)))
     return [
         *lines,
         check("tokenizer", "special tokens", lambda: check_special_tokens(tokenizer, resolve_folder(target))),
@@ -48,11 +61,10 @@ def tokenizer_lines(target: Target, config: Config) -> list[Line]:
 def _load(target: Target) -> Any:
     try:
         return load_tokenizer(target)
+    except StageError:
+        raise
     except Exception as error:  # transformers raises whatever its parsers raise
-        hint = (
-            "" if target.trust_remote_code else "; where it comes with Python code, read that and set target.trust_remote_code"
-        )
-        raise Fault(f"the tokenizer does not load: {first_line(error)}", f"fetch its files again{hint}") from error
+        raise Fault(f"the tokenizer does not load: {first_line(error)}", "fetch its files again") from error
 
 
 def check_size(tokenizer: Any, target: Target) -> str:
@@ -89,18 +101,69 @@ def declared_tokens(folder: Path) -> dict[int, tuple[str, bool]]:
 def check_special_tokens(tokenizer: Any, folder: Path) -> str:
     """Each declared token is encoded to the id that the files give it, and a special one to nothing else."""
     declared = declared_tokens(folder)
-    shifted = []
-    for number, (text, special) in sorted(declared.items()):
+    wrong = other_ids(tokenizer, [(text, number, special) for number, (text, special) in sorted(declared.items())])
+    if wrong:
+        told = [f"{text} is {found}, declared {number}" for text, number, found in wrong]
+        raise Fault(
+            f"{len(wrong)} of {len(declared)} tokens have other ids: {some(told)}{shift(wrong)}",
+            OTHER_VERSION,
+        )
+    names = [text for text, special in declared.values() if special]
+    return f"{len(declared)} declared ids are right, {len(names)} of them special: {some(names)}"
+
+
+def other_ids(tokenizer: Any, expected: Sequence[tuple[str, int, bool]]) -> list[tuple[str, int, Any]]:
+    """(text, expected id, what was found) of the tokens with other ids; a special one must be encoded to its id alone."""
+    wrong = []
+    for text, number, special in expected:
         found = tokenizer.convert_tokens_to_ids(text)
         if found == number and special:
             encoded = list(tokenizer(text, add_special_tokens=False)["input_ids"])
             found = number if encoded == [number] else encoded
         if found != number:
-            shifted.append(f"{text} is {found}, declared {number}")
-    if shifted:
-        raise Fault(f"{len(shifted)} of {len(declared)} tokens have other ids: {some(shifted)}", OTHER_VERSION)
-    names = [text for text, special in declared.values() if special]
-    return f"{len(declared)} declared ids are right, {len(names)} of them special: {some(names)}"
+            wrong.append((text, number, found))
+    return wrong
+
+
+def shift(wrong: Sequence[tuple[str, int, Any]]) -> str:
+    """Names the fault of transformers 5 where ids are off by one to three, all to the same side; else nothing."""
+    distances = [found - number for _, number, found in wrong if isinstance(found, int)]
+    low, high = min(distances, default=0), max(distances, default=0)
+    if not (-3 <= low <= high <= -1 or 1 <= low <= high <= 3):
+        return ""
+    span = f"{low:+d}" if low == high else f"{low:+d} to {high:+d}"
+    return f"; shifted by {span}, as releases of transformers 5 before April 2026 do where they convert a tokenizer"
+
+
+def is_kimi(target: Target) -> bool:
+    """Whether the target is of Kimi's K2 family with its own vocabulary (the tiny targets have a small one)."""
+    folder = resolve_folder(target)
+    return (folder / "tiktoken.model").is_file() and text_config(target).get("model_type") in KIMI_TYPES
+
+
+def check_kimi_tokens(tokenizer: Any, target: Target) -> str:
+    """The ids that Kimi-K2.5 was published with, and the three that its configs number."""
+    folder = resolve_folder(target)
+    wrong = other_ids(tokenizer, [(text, number, True) for text, number in KIMI_IDS.items()])
+    if wrong:
+        told = [f"{text} is {found}, published as {number}" for text, number, found in wrong]
+        raise Fault(f"{len(wrong)} of {len(KIMI_IDS)} tokens have other ids: {some(told)}{shift(wrong)}", OTHER_VERSION)
+    if KIMI_IDS["<|im_end|>"] not in stop_token_ids(target):
+        raise Fault(
+            f"<|im_end|> is {KIMI_IDS['<|im_end|>']}, eos_token_id is {stop_token_ids(target)}: answers would not end",
+            "restore generation_config.json: its eos_token_id is <|im_end|>, the one in config.json is [EOS]",
+        )
+    config = read_json(folder / "config.json")
+    placeholder = config.get("media_placeholder_token_id", KIMI_IDS["<|media_pad|>"])
+    if placeholder != KIMI_IDS["<|media_pad|>"]:
+        raise Fault(f"<|media_pad|> is {KIMI_IDS['<|media_pad|>']}, media_placeholder_token_id {placeholder}", OTHER_VERSION)
+    return f"{len(KIMI_IDS)} ids are as published; <|im_end|> ends a turn"
+
+
+def check_thinking(tokenizer: Any, responses: Regeneration) -> str:
+    """The chat template knows the variable of `responses.thinking`."""
+    check_thinking_variable(tokenizer, responses)
+    return f"{responses.thinking:.0%} of the conversations with {responses.thinking_variable}, which the template knows"
 
 
 def check_named_tokens(tokenizer: Any, target: Target) -> str:

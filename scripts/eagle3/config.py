@@ -80,10 +80,34 @@ class Conversations(Section):
 class Regeneration(Section):
     """How the target answers the training prompts itself."""
 
-    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
+    temperature: float | None = Field(
+        None, ge=0, description="0 is greedy; null is what the target's generation_config.json says, else 1."
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Nucleus sampling, 1 is off; null is as for temperature. Unused when greedy."
+    )
     max_tokens: int = Field(2048, ge=1, description="Longest answer of one turn, in tokens.")
-    seed: int = Field(0, description="Sampling seed of the run; each request derives its own.")
+    seed: int = Field(0, description="Sampling seed of the run; each request derives its own. Unused when greedy.")
+    thinking: Fraction | None = Field(
+        None, description="Share of the conversations answered in thinking mode; null is the chat template's own default."
+    )
+    thinking_variable: str = Field(
+        "thinking",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="The chat template's switch for thinking (Qwen: enable_thinking). Unused where `thinking` is null.",
+    )
+    cut_answers: Literal["keep", "drop"] = Field(
+        "keep", description="Answers that reach max_tokens: keep them, or drop the turn and what follows it."
+    )
+
+    @model_validator(mode="after")
+    def _forget_what_has_no_effect(self) -> "Regeneration":
+        """Unused settings are checked and set back to their defaults, so that a change of them reruns nothing."""
+        unused = ["thinking_variable"] if self.thinking is None else []
+        unused += ["top_p", "seed"] if self.temperature == 0 else []
+        for name in unused:
+            object.__setattr__(self, name, type(self).model_fields[name].default)  # the model is frozen from here on
+        return self
 
 
 class Parts(Section):

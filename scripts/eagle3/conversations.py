@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 from scripts.eagle3.config import Source
 from scripts.eagle3.errors import RowRejected, StageError
 from scripts.eagle3.files import sha256_file, sha256_json
+from scripts.eagle3.messages import MEDIA_COLUMNS, WithImages, conversation_id, normalise, normalise_tools, stored
 
 Row = dict[str, Any]
 Item = TypeVar("Item")
-FORMS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system"}
+COLUMNS = ("id", "messages", "conversations", "tools", *MEDIA_COLUMNS)
+# Rows that are read at once where a file has images beside its text: those columns are looked at, and are large.
+MEDIA_BATCH = 64
 GRAM = 5
 # A run of letters and digits is a word; so is each character of the scripts that are written without spaces.
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
@@ -90,8 +92,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            columns = [name for name in file.schema_arrow.names if name in ("id", "messages", "conversations")]
-            for batch in file.iter_batches(columns=columns):
+            columns = [name for name in file.schema_arrow.names if name in COLUMNS]
+            size = MEDIA_BATCH if set(columns) & set(MEDIA_COLUMNS) else 65536
+            for batch in file.iter_batches(batch_size=size, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
@@ -115,74 +118,13 @@ def _load_dataset(source: Source) -> Iterable[Any]:
         ) from error
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
+# -- rows ---------------------------------------------------------------------------------------------------------------
 
 
-def normalise(raw: Any) -> list[dict[str, str]]:
-    """The row's messages as [{role, content}], roles system, user, assistant; RowRejected says what is wrong.
-
-    Taken are `messages` (role, content) and ShareGPT's `conversations` (from, value). A system message may only come
-    first, then a user message; assistant messages follow user messages. User messages in a row are turns still to be
-    answered.
-    """
-    if isinstance(raw, RowRejected):
-        raise raw
-    if not isinstance(raw, Mapping):
-        raise RowRejected(f"expected an object, found {type(raw).__name__}")
-    key = next((key for key in FORMS if raw.get(key) is not None), None)
-    if key is None:
-        raise RowRejected("neither `messages` nor `conversations`")
-    if not isinstance(raw[key], list) or not raw[key]:
-        raise RowRejected(f"`{key}` is empty" if raw[key] == [] else f"`{key}` is not a list of messages")
-    role_key, content_key = FORMS[key]
-    messages: list[dict[str, str]] = []
-    for number, item in enumerate(raw[key], start=1):
-        where = f"message {number}"
-        if not isinstance(item, Mapping):
-            raise RowRejected(f"{where}: expected an object, found {type(item).__name__}")
-        role = _role(item.get(role_key), where)
-        _check_order(role, messages, where)
-        messages.append({"role": role, "content": _content(item.get(content_key), where)})
-    if messages[-1]["role"] == "system":
-        raise RowRejected("no user message")
-    return messages
-
-
-def _role(value: Any, where: str) -> str:
-    if not isinstance(value, str) or value not in ROLES:
-        raise RowRejected(f"{where}: unknown role {str(value)[:40]!r}")
-    return ROLES[value]
-
-
-def _content(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise RowRejected(f"{where}: content is not text but {type(value).__name__}")
-    if not value.strip():
-        raise RowRejected(f"{where}: content is empty")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise RowRejected(f"{where}: content is not valid Unicode (a lone surrogate)") from None
-    return value
-
-
-def _check_order(role: str, before: Sequence[Mapping[str, str]], where: str) -> None:
-    previous = before[-1]["role"] if before else None
-    if role == "system" and previous is not None:
-        raise RowRejected(f"{where}: a system message may only come first")
-    if role == "assistant" and previous != "user":
-        raise RowRejected(f"{where}: an assistant message must follow a user message")
-
-
-def conversation_id(messages: Sequence[Mapping[str, str]]) -> str:
-    """32 hex digits: the identity of a conversation is its messages."""
-    return sha256_json([[message["role"], message["content"]] for message in messages])[:32]
-
-
-def prompt_key(messages: Sequence[Mapping[str, str]]) -> str:
-    """Equal for conversations whose user turns are equal up to case and white space."""
+def prompt_key(messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+    """Equal for conversations with the same tools whose user turns are equal up to case and white space."""
     turns = [" ".join(message["content"].lower().split()) for message in messages if message["role"] == "user"]
-    return sha256_json(turns)
+    return sha256_json([*turns, tools] if tools else turns)
 
 
 # -- decontamination --------------------------------------------------------------------------------------------------
@@ -229,7 +171,7 @@ class Decontamination:
                 elif number == 0:
                     self._short.setdefault(_short_key(text), row["source"])
 
-    def match(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, float] | None:
+    def match(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, float] | None:
         """(source of the evaluation row, share of its 5-grams found) of the worst match; None below the limit."""
         seen: set[str] = set()
         for message in messages:
@@ -258,21 +200,23 @@ class Ledger:
     duplicates: list[dict[str, Any]] = field(default_factory=list)
     contaminated: list[dict[str, Any]] = field(default_factory=list)
     rejected: list[dict[str, Any]] = field(default_factory=list)
+    with_images: int = 0  # of the rejected
 
     def counts(self) -> dict[str, int]:
-        """The five figures; that they add up is checked here."""
+        """The figures; that they add up is checked here. Rows with images are some of the rejected."""
         dropped = {name: len(getattr(self, name)) for name in ("duplicates", "contaminated", "rejected")}
         if self.read != self.kept + sum(dropped.values()):
             raise AssertionError(f"the ledger does not close: {self.read} read, {self.kept} kept, {dropped}")
-        return {"read": self.read, "kept": self.kept, **dropped}
+        return {"read": self.read, "kept": self.kept, **dropped, "with_images": self.with_images}
 
     def check_rejected(self, limit: float) -> None:
         """Raises StageError, naming the first malformed row, where their share is above `limit`."""
         if len(self.rejected) > limit * self.read:
             first = self.rejected[0]
+            images = f" ({self.with_images} of them for their images or videos)" if self.with_images else ""
             raise StageError(
                 f"{first['source']}: row {first['row']}: {first['reason']}; {len(self.rejected)} of {self.read} rows "
-                f"are malformed, conversations.max_rejected_fraction allows a share of {limit:g}; mend or remove them"
+                f"are malformed{images}, conversations.max_rejected_fraction allows a share of {limit:g}; mend or remove them"
             )
 
 
@@ -296,10 +240,12 @@ def collect(sources: Iterable[Source], ledger: Ledger, split: str, decontaminati
             origin = f"{name}#{number if place['id'] is None else place['id']}"
             try:
                 messages = normalise(raw)
+                tools = normalise_tools(raw)
             except RowRejected as reason:
                 ledger.rejected.append({**place, "reason": str(reason)})
+                ledger.with_images += isinstance(reason, WithImages)
                 continue
-            key = prompt_key(messages)
+            key = prompt_key(messages, tools)
             if key in first_with:
                 ledger.duplicates.append({**place, "first": first_with[key]})
                 continue
@@ -309,7 +255,8 @@ def collect(sources: Iterable[Source], ledger: Ledger, split: str, decontaminati
                 ledger.contaminated.append({**place, "evaluation": found[0], "overlap": round(found[1], 4)})
                 continue
             ledger.kept += 1
-            rows.append({"conversation_id": conversation_id(messages), "source": origin, "split": split, "messages": messages})
+            identity = conversation_id(messages, tools)
+            rows.append({"conversation_id": identity, "source": origin, "split": split, **stored(messages, tools)})
     return rows
 
 

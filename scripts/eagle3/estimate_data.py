@@ -11,12 +11,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.eagle3.config import Config, Source
-from scripts.eagle3.conversations import check_source, normalise, read_source, source_name
+from scripts.eagle3.config import Config, Regeneration, Source
+from scripts.eagle3.conversations import check_source, read_source, source_name
 from scripts.eagle3.errors import RowRejected, StageError
 from scripts.eagle3.estimate_facts import Text
 from scripts.eagle3.files import read_json
+from scripts.eagle3.messages import normalise
 from scripts.eagle3.rows import CONVERSATIONS, read_provenance
+from scripts.eagle3.target import resolve_sampling
 
 # rows that are read for their lengths; beyond them rows are only counted
 SAMPLE_ROWS = 5000
@@ -169,15 +171,20 @@ def count_rows(path: Path) -> int:
         return sum(bool(line.strip()) for line in file)
 
 
-def lengths(messages: Iterable[Mapping[str, str]]) -> tuple[int, list[tuple[int, int]]]:
-    """Characters of one conversation: before its first user turn, and of each user turn and the answer given to it."""
-    before, turns = 0, []
+def lengths(messages: Iterable[Mapping[str, Any]]) -> tuple[int, list[tuple[int, int]]]:
+    """Characters of one conversation: before its first user turn, and of each user turn and the answer given to it.
+
+    A tool call is an answer, and its results are the next turn.
+    """
+    before, turns = 0, list[tuple[int, int]]()
     for message in messages:
-        size = len(message["content"])
+        size = len(message["content"]) + sum(len(str(message.get(key) or "")) for key in ("reasoning_content", "tool_calls"))
         if message["role"] == "system":
             before += size
-        elif message["role"] == "user":
+        elif message["role"] == "user" or (message["role"] == "tool" and turns[-1][1]):
             turns.append((size, 0))
+        elif message["role"] == "tool":
+            turns[-1] = (turns[-1][0] + size, 0)
         else:
             turns[-1] = (turns[-1][0], size)
     return before, turns
@@ -317,8 +324,19 @@ def response_counts(config: Config, run: Path, part: str) -> Iterator[dict[str, 
         path = run / f"responses/{part}/shard-{shard}.parquet"
         if path.is_file():
             provenance, counts = read_provenance(path)
-            if provenance["responses"] == config.responses.model_dump() and provenance["rows"] == config.rows.model_dump():
+            if answered_as(config, provenance["responses"]) and provenance["rows"] == config.rows.model_dump():
                 yield counts
+
+
+def answered_as(config: Config, recorded: dict[str, Any]) -> bool:
+    """Whether answers were made with these settings. What the target's own files decide is compared where they are here."""
+    if not isinstance(config.responses, Regeneration):
+        return False
+    asked = config.responses
+    if Path(config.target.path).is_dir():
+        asked = resolve_sampling(config.target, asked)
+    unknown = {name for name in ("temperature", "top_p") if getattr(asked, name) is None}
+    return {**recorded, **dict.fromkeys(unknown)} == asked.model_dump()
 
 
 def tokens_made(config: Config, run: Path, part: str) -> bool:
@@ -331,5 +349,5 @@ def tokens_made(config: Config, run: Path, part: str) -> bool:
         return False
     given = config.responses == "given"
     return given == ("given" in provenance["responses"]) and (
-        config.responses == "given" or provenance["responses"]["responses"] == config.responses.model_dump()
+        config.responses == "given" or answered_as(config, provenance["responses"]["responses"])
     )

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from scripts.eagle3.chat import render_prompt
+from scripts.eagle3.chat import render_prompt, template_messages, tools_of
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import sha256_json
+from scripts.eagle3.messages import has_tool_messages
 
+# openings of a tool call in an answer: Kimi's, and the one of Hermes and Qwen
+TOOL_CALLS = ("<|tool_calls_section_begin|>", "<tool_call>")
 THINK_START, THINK_END = "<think>", "</think>"
 # Tokens of a prompt's end that show whether the answer starts inside a thinking block.
 PROMPT_TAIL_TOKENS = 8
@@ -71,18 +74,25 @@ class Dialogue:
     """A conversation whose user turns are answered in order, each on top of the answers before it.
 
     Given assistant messages are dropped. The next prompt is rendered from the answers' text, as a server would. A
-    `problem` ends it.
+    `problem` ends it. A conversation with tool messages is answered wherever it has an assistant message, each time on top
+    of the data's own history: calls that the target makes itself would have no result. `variables` go to the template.
     """
 
     row: dict[str, Any]
     tokenizer: Any
-    history: list[dict[str, str]] = field(default_factory=list)
+    variables: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
     answered: list[Answered] = field(default_factory=list)
     problem: str | None = None
 
     def __post_init__(self) -> None:
-        self._waiting = deque(message for message in self.row["messages"] if message["role"] != "assistant")
-        self.user_turns = sum(message["role"] == "user" for message in self._waiting)
+        messages = template_messages(self.row["messages"])
+        self.keeps_history = has_tool_messages(messages)
+        self._tools = tools_of(self.row)
+        # what is added to the history before each answer
+        self._waiting = deque(_given_segments(messages) if self.keeps_history else _user_segments(messages))
+        self._asked = False
+        self.user_turns = len(self._waiting)
         if not self.user_turns:
             self.problem = "no user turn"
 
@@ -93,18 +103,48 @@ class Dialogue:
 
     def next_prompt(self) -> list[int]:
         """The rendered prompt of the next user turn, answered by `take`; RowRejected where the template refuses it."""
-        while self._waiting and (not self.history or self.history[-1]["role"] != "user"):
-            self.history.append(dict(self._waiting.popleft()))
-        return render_prompt(self.tokenizer, self.history)
+        if not self._asked:
+            self.history += self._waiting.popleft()
+            self._asked = True
+        return render_prompt(self.tokenizer, self.history, self._tools, self.variables)
 
     def take(self, prompt_ids: list[int], completion: Completion) -> str | None:
         """Adds the answer to `next_prompt`; returns what makes it a poor history for further turns, or None."""
         message = answer_message(self.tokenizer, prompt_ids, completion)
         self.answered.append(Answered(prompt_ids, completion))
-        self.history.append(message)
-        if message["content"].strip():
+        self._asked = False
+        if not self.keeps_history:
+            self.history.append(message)
+        if not message["content"].strip() and not message.get("reasoning_content"):
+            return "empty answer"
+        if self.keeps_history:
             return None
-        return "answer ended in its thinking" if message.get("reasoning_content") else "empty answer"
+        if self._tools and any(mark in self.tokenizer.decode(completion.output_ids) for mark in TOOL_CALLS):
+            return "answer calls a tool, and the data has no result"
+        return None if message["content"].strip() else "answer ended in its thinking"
+
+
+def _user_segments(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Up to and with each user message, without assistant messages."""
+    segment: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "assistant":
+            segment.append(message)
+        if message["role"] == "user":
+            yield segment
+            segment = []
+
+
+def _given_segments(messages: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Up to each assistant message, which opens the next one; and what follows the last of them."""
+    segment: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            yield segment
+            segment = []
+        segment.append(message)
+    if segment and segment[-1]["role"] != "assistant":
+        yield segment
 
 
 def answer_message(tokenizer: Any, prompt_ids: Sequence[int], completion: Completion) -> dict[str, str]:

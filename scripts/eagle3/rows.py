@@ -17,11 +17,21 @@ import pyarrow.parquet as pq
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import write_atomically
 
-MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+# Beside role and content null where a message has none; tool_calls is JSON text: a list in OpenAI's form with objects as
+# arguments.
+MESSAGE = pa.struct(
+    [(name, pa.string()) for name in ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")]
+)
 TURN = pa.struct([("prompt_ids", pa.list_(pa.int32())), ("response_ids", pa.list_(pa.int32())), ("finish_reason", pa.string())])
-# split: train, val or eval
+# split: train, val or eval; tools is JSON text: the list of declared tools, or null
 CONVERSATIONS = pa.schema(
-    [("conversation_id", pa.string()), ("source", pa.string()), ("split", pa.string()), ("messages", pa.list_(MESSAGE))]
+    [
+        ("conversation_id", pa.string()),
+        ("source", pa.string()),
+        ("split", pa.string()),
+        ("messages", pa.list_(MESSAGE)),
+        ("tools", pa.string()),
+    ]
 )
 # one row per conversation; turns[i].prompt_ids is the whole rendered prompt of that answer, history included
 RESPONSES = pa.schema(

@@ -9,12 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scripts.eagle3.config import Target
+from scripts.eagle3.config import Regeneration, Target
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import read_json, sha256_file
 
 # A single-file checkpoint up to this size is hashed whole; beyond it and for sharded ones the index, or the header, stands in.
 WHOLE_HASH_BYTES = 4 << 30
+# tokenization*.py and tool_declaration*.py: code that comes with the target and decides ids too (Kimi-K2.5)
+TOKENIZER_FILES = ("tokeniz", "tiktoken", "special_tokens", "vocab", "merges", "tool_declaration")
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
 NORM_NAMES = ("model.norm.weight", "language_model.model.norm.weight")
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
@@ -64,11 +66,7 @@ def fingerprint(target: Target) -> dict[str, Any]:
 
 @cache
 def _fingerprint(folder: Path, revision: str | None, dtype: str) -> dict[str, Any]:
-    tokenizer_files = sorted(
-        path
-        for path in folder.iterdir()
-        if path.name.startswith(("tokenizer", "tiktoken", "special_tokens", "vocab", "merges"))
-    )
+    tokenizer_files = sorted(path for path in folder.iterdir() if path.is_file() and path.name.startswith(TOKENIZER_FILES))
     if not tokenizer_files:
         raise StageError(f"{folder}: no tokenizer files; the target's folder must hold its tokenizer")
     tokenizer = hashlib.sha256()
@@ -113,10 +111,30 @@ def chat_template(folder: Path) -> str:
 
 
 def load_tokenizer(target: Target) -> Any:
-    """The target's own tokenizer (transformers)."""
+    """The target's own tokenizer (transformers); StageError where it is Python code and target.trust_remote_code is off.
+
+    Left to itself, transformers 5 makes a tokenizer of its own from such a folder, which splits text differently.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(resolve_folder(target), trust_remote_code=target.trust_remote_code)
+    folder = resolve_folder(target)
+    code = python_tokenizer(folder)
+    if code and not target.trust_remote_code:
+        raise StageError(
+            f"{folder}: the tokenizer is Python code that comes with the target ({code}), and target.trust_remote_code is "
+            "off; read that code, then set target.trust_remote_code: true"
+        )
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=target.trust_remote_code)
+
+
+def python_tokenizer(folder: Path) -> str | None:
+    """The class that the folder's own code must supply, as `module.Class`; None where transformers has all it needs."""
+    path = folder / "tokenizer_config.json"
+    named = (read_json(path).get("auto_map") or {}).get("AutoTokenizer") if path.is_file() else None
+    if named is None or (folder / "tokenizer.json").is_file():
+        return None
+    classes = [named] if isinstance(named, str) else [name for name in named if name]
+    return classes[0] if classes else None
 
 
 def stop_token_ids(target: Target) -> list[int]:
@@ -129,6 +147,24 @@ def stop_token_ids(target: Target) -> list[int]:
     if found is None:
         raise StageError(f"{folder}: no eos_token_id in generation_config.json or config.json")
     return [found] if isinstance(found, int) else list(found)
+
+
+def resolve_sampling(target: Target, responses: Regeneration) -> Regeneration:
+    """`responses` with temperature and top_p filled in from generation_config.json, as vLLM serves the target.
+
+    Greedy where that has `do_sample: false`; 1 for what it does not name. What greedy answers do not depend on is set back
+    to its default.
+    """
+    path = resolve_folder(target) / "generation_config.json"
+    found = read_json(path) if path.is_file() else {}
+    temperature, top_p = responses.temperature, responses.top_p
+    if temperature is None:
+        named = found.get("temperature")
+        temperature = 0.0 if found.get("do_sample") is False else 1.0 if named is None else float(named)
+    if top_p is None:
+        named = found.get("top_p")
+        top_p = 1.0 if temperature == 0 or named is None else float(named)
+    return Regeneration.model_validate({**responses.model_dump(), "temperature": temperature, "top_p": top_p})
 
 
 def read_tensor(target: Target, names: tuple[str, ...]) -> Any | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from scripts import regenerate_responses
-from scripts.eagle3.chat import render_prompt
+from scripts.eagle3.chat import render_prompt, template_variables
 from scripts.eagle3.config import Regeneration, Rows, Target
 from scripts.eagle3.errors import StageError
+from scripts.eagle3.messages import normalise, normalise_tools, stored
 from scripts.eagle3.rows import RESPONSES, read_provenance, read_rows
 from scripts.eagle3.target import load_tokenizer
 from tests.generation_case import HARDWARE, HARDWARE_OPTIONS, conversation, make_stopping_target, write_conversations
@@ -186,6 +188,79 @@ def test_sampled_answers_depend_on_the_seed_and_on_nothing_else(target: Target, 
         answers[name] = [turn["response_ids"] for row in run.rows() for turn in row["turns"]]
     assert answers["fewer"] == answers["first"][:6]
     assert answers["other"] != answers["first"]
+
+
+def test_dropped_cut_answers_end_their_conversation_and_are_no_rejections(whole: Run, tmp_path: Path) -> None:
+    run = Run(whole.target, tmp_path, [two_turns(12, "a"), two_turns(12, "b")])
+    shutil.copytree(whole.folder / "store", tmp_path / "store")
+    counts = run.answer(cut_answers="drop", fraction=0.0)
+    assert run.stored_keys() == whole.stored_keys(), "the answers are the same ones, and no engine was needed"
+    expected = []
+    for row in whole.rows():
+        reasons = [turn["finish_reason"] for turn in row["turns"]]
+        kept = row["turns"][: reasons.index("length")] if "length" in reasons else row["turns"]
+        expected += [{**row, "turns": kept}] if kept else []
+    assert run.rows() == expected
+    assert 0 < counts["dropped"] < counts["in"] == counts["out"] + counts["dropped"] and counts["rejected"] == {}
+    assert counts["turns_in"] == counts["turns_out"] + counts["turns_dropped"] == 48
+    assert counts["finish_reasons"].keys() == {"stop"}
+    reason = "answer cut at its limit, and responses.cut_answers is drop"
+    assert {(entry["action"], entry["reason"]) for entry in counts["ledger"]} <= {("dropped", reason), ("cut", reason)}
+
+
+def test_what_the_targets_files_decide_stands_in_the_provenance(whole: Run) -> None:
+    responses = read_provenance(whole.output / "shard-0.parquet")[0]["responses"]
+    assert Regeneration(max_tokens=MAX_TOKENS).temperature is None
+    assert responses == Regeneration(max_tokens=MAX_TOKENS, temperature=0).model_dump()
+
+
+def test_thinking_that_the_template_does_not_know_is_refused_before_the_engine(target: Target, tmp_path: Path) -> None:
+    run = Run(target, tmp_path, [two_turns(1)])
+    with pytest.raises(StageError, match=r"responses\.thinking is 0\.5, but .* `thinking` true and false"):
+        run.answer(thinking=0.5)
+    assert not (tmp_path / "store").exists()
+
+
+SWITCHED = (
+    "{%- if tools -%}{{- tools | tojson -}}{%- endif -%}{%- for m in messages -%}"
+    "{{- '<|im_start|>' + m['role'] + '\n' + m['content'] + (m['tool_calls'] | tojson if m['tool_calls'] else '') -}}"
+    "{{- '<|im_end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' + ('think' if thinking else 'instant') -}}{%- endif -%}"
+)
+
+
+@pytest.mark.slow
+def test_modes_are_mixed_by_conversation_and_calls_are_answered_on_the_given_history(target: Target, tmp_path: Path) -> None:
+    switched = target.model_copy(update={"path": str(tmp_path / "switched")})
+    shutil.copytree(target.path, switched.path)
+    settings = Path(switched.path) / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": SWITCHED}))
+    call = {"function": {"name": "look", "arguments": {"at": "it"}}}
+    raw = {
+        "tools": [{"name": "look"}],
+        "messages": [
+            {"role": "user", "content": "what is it"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "42"},
+            {"role": "assistant", "content": "it is 42"},
+        ],
+    }
+    called = {"conversation_id": "called", "source": "test", "split": "train", **stored(normalise(raw), normalise_tools(raw))}
+    run = Run(switched, tmp_path, [[*two_turns(12), called]])
+    counts = run.answer(thinking=0.5)
+    assert (counts["in"], counts["out"], counts["turns_out"]) == (13, 13, 26)
+    tokenizer, asked = load_tokenizer(switched), Regeneration(thinking=0.5)
+    modes = set()
+    for row in run.rows():
+        variables = template_variables(asked, row["conversation_id"])
+        modes.add(variables["thinking"])
+        end = "assistant\n" + ("think" if variables["thinking"] else "instant")
+        assert all(tokenizer.decode(turn["prompt_ids"]).endswith(end) for turn in row["turns"])
+    assert modes == {True, False}
+    turns = run.rows()[-1]["turns"]
+    variables = template_variables(asked, "called")
+    for turn, messages in zip(turns, (normalise(raw)[:1], normalise(raw)[:3]), strict=True):
+        assert turn["prompt_ids"] == render_prompt(tokenizer, messages, normalise_tools(raw), variables)
 
 
 def test_row_longer_than_the_target_takes_is_refused_before_anything_is_read(target: Target, tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from scripts import collect_conversations
 from scripts.eagle3.config import Conversations, Parts, Source
-from scripts.eagle3.conversations import Decontamination, deal, grams, in_validation, normalise, read_source, words
+from scripts.eagle3.conversations import Decontamination, deal, grams, in_validation, read_source, words
 from scripts.eagle3.errors import RowRejected, StageError
 from scripts.eagle3.files import read_json
+from scripts.eagle3.messages import normalise
 from scripts.eagle3.rows import CONVERSATIONS, read_rows
 
 DATA = Path(__file__).parents[2] / "config" / "data"
@@ -153,8 +154,9 @@ def test_a_missing_file_stops_the_stage_before_anything_is_read_or_written(tmp_p
         ({"messages": ["Hello"]}, "message 1: expected an object, found str"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "message 1: content is empty"),
         ({"messages": [{"role": "user"}]}, "message 1: content is not text but NoneType"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}, "not text but list"),
-        ({"messages": [{"role": "tool", "content": "42"}]}, "message 1: unknown role 'tool'"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "a part that is not text but audio"),
+        ({"messages": [{"role": "tool", "content": "42"}]}, "message 1: a tool message must follow a tool call"),
+        ({"messages": [{"role": "critic", "content": "42"}]}, "message 1: unknown role 'critic'"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "must follow a user message"),
         (
@@ -194,7 +196,8 @@ def test_a_tolerated_malformed_row_stands_in_the_ledger(tmp_path: Path) -> None:
     assert collected.ledger["rows"]["rejected"] == [
         {"source": "train.jsonl", "row": 21, "id": 7, "reason": "`messages` is empty"}
     ]
-    assert collected.ledger["counts"] == {"read": 21, "kept": 20, "duplicates": 0, "contaminated": 0, "rejected": 1}
+    counts = {"read": 21, "kept": 20, "duplicates": 0, "contaminated": 0, "rejected": 1, "with_images": 0}
+    assert collected.ledger["counts"] == counts
     assert read_json(collected.output / "ledger.json") == collected.ledger
 
 
@@ -202,6 +205,13 @@ def test_an_evaluation_source_tolerates_no_malformed_row(tmp_path: Path) -> None
     evaluation = [user(f"Evaluation prompt number {n} of many?") for n in range(50)]
     with pytest.raises(StageError, match=r"suite suite: suite\.jsonl: row 51: `messages` is empty"):
         Collected(tmp_path, questions(20), [*evaluation, {"messages": []}], max_rejected_fraction=0.5)
+
+
+def test_an_evaluation_prompt_has_no_tool_messages(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
+    called = {"id": "called", "messages": [*user(EVALUATION)["messages"], call, {"role": "tool", "content": "42"}]}
+    with pytest.raises(StageError, match=r"suite suite: suite\.jsonl#called: has tool messages"):
+        Collected(tmp_path, questions(20), [called])
 
 
 # -- duplicates and decontamination

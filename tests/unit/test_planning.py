@@ -24,7 +24,7 @@ from scripts.eagle3.estimate_facts import Table, active_parameters, draft_size, 
 from scripts.eagle3.files import read_json, write_json
 from scripts.eagle3.rows import CONVERSATIONS, RESPONSES, TOKENS, read_provenance, read_rows, write_rows
 from scripts.eagle3.shards import StateRow, write_shard
-from scripts.eagle3.target import fingerprint
+from scripts.eagle3.target import fingerprint, resolve_sampling
 from tests.draft_case import make_draft_case
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ class FinishedParts:
 
     def answer(self, part: str, responses: Regeneration | None = None) -> None:
         """Answers of ANSWER tokens to prompts of 20."""
-        responses = responses or self.config.responses
+        responses = resolve_sampling(self.config.target, responses or self.config.responses)
         source = self.run / f"conversations/{part}/shard-0.parquet"
         rows = read_rows(source, CONVERSATIONS)
         turn = {"prompt_ids": list(range(20)), "finish_reason": "length"}

@@ -1,5 +1,6 @@
 """tokenize_conversations: rows, masks, cuts and accounts of one part."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,13 @@ import pytest
 
 from scripts import tokenize_conversations
 from scripts.eagle3.config import Regeneration, Rows, Target
-from scripts.eagle3.conversations import conversation_id
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
+from scripts.eagle3.messages import conversation_id
 from scripts.eagle3.rows import CONVERSATIONS, RESPONSES, TOKENS, read_provenance, read_rows, row_key, write_rows
 from scripts.eagle3.target import fingerprint, load_tokenizer
 
-GREEDY = Regeneration()
+GREEDY = Regeneration(temperature=0)
 
 
 def conversation(*contents: str) -> dict[str, Any]:
@@ -137,6 +138,18 @@ def test_responses_of_another_target_or_of_other_settings_are_refused(part: Part
     part.write_responses([answered("a", ([5], [7], "stop"))])
     with pytest.raises(StageError, match=r"responses\.temperature is 0\.0, expected 0\.7"):
         part.run(Regeneration(temperature=0.7))
+
+
+def test_answers_are_compared_with_what_the_targets_files_decide_now(part: Part) -> None:
+    part.write_responses([answered("a", ([5], [7], "stop"))])
+    part.run(Regeneration())  # generation_config.json: greedy
+    folder = part.output.parent / "target"
+    shutil.copytree(part.target.path, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1018, "temperature": 0.6}')
+    part.target = part.target.model_copy(update={"path": str(folder)})
+    with pytest.raises(StageError, match=r"responses\.temperature is 0\.0, expected 0\.6"):
+        part.run(Regeneration())
+    part.run(GREEDY)
 
 
 def test_ids_outside_the_targets_vocabulary_are_refused(part: Part) -> None:
