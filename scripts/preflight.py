@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.draft_config import attention_shape, decoder_config
+from scripts.draft_config import attention_shape, compare_with_target, decoder_config
 from scripts.eagle3.checks import Fault, Line, Skipped, check, refuse_red, table
 from scripts.eagle3.checks_backends import backend_lines
 from scripts.eagle3.checks_gpus import Asked, check_division, gpu_lines, list_gpus
@@ -99,6 +99,7 @@ def check_logits(target: Target) -> str:
 def check_architecture(target: Target, config: Config) -> str:
     """The decoder that `draft_config` will write."""
     try:
+        compare_with_target(text_config(target), config.draft)
         layer = decoder_config(text_config(target), config.draft)
     except KeyError as error:
         raise Fault(f"the target's config.json has no {error.args[0]}", "this family is not supported as a target") from error

@@ -6,10 +6,11 @@ JSON (`--draft '{"num_hidden_layers": 1, ...}'`), so that Snakemake reruns what 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.layers import check_aux_layer_ids, default_aux_layer_ids
+from scripts.eagle3.presets import TARGET_VALUES, refuse_unknown, with_preset
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -109,6 +110,7 @@ class Vocabulary(Section):
 class Draft(Section):
     """Architecture of the draft head (Llama decoder); null means: as the target has it."""
 
+    preset: str | None = Field(None, description="A file of config/draft/, without .json; what stands beside it here wins.")
     num_hidden_layers: int = Field(1, ge=1, le=4, description="Decoder layers of the draft.")
     num_attention_heads: int | None = Field(None, ge=1, description="Query heads.")
     num_key_value_heads: int | None = Field(None, ge=1, description="Key and value heads.")
@@ -117,6 +119,21 @@ class Draft(Section):
     norm_before_residual: bool = Field(True, description="The first layer's residual is the normed auxiliary projection.")
     norm_before_fc: bool = Field(False, description="RMSNorm over the concatenated auxiliary states before `fc`.")
     norm_output: bool = Field(False, description="Feed the normed output back (EAGLE-3.1); vLLM 0.22 ignores it.")
+    target_values: dict[str, Any] = Field(
+        default_factory=dict,
+        description="LlamaConfig values that are compared with the target's and never taken; usually a preset's.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        return with_preset(values) if isinstance(values, dict) and isinstance(values.get("preset"), str) else values
+
+    @field_validator("target_values")
+    @classmethod
+    def _check_target_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        refuse_unknown(values, TARGET_VALUES, "draft.target_values")
+        return values
 
 
 class Training(Section):
