@@ -25,6 +25,7 @@ from scripts.eagle3.rows import CONVERSATIONS, read_provenance, read_rows
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.store import RecordStore, open_store
 from scripts.eagle3.target import fingerprint, load_tokenizer, stop_token_ids, text_config
+from scripts.eagle3.third_party import ForeignHead, canonical_ids, check_fits, read_foreign_head, served_folder
 
 Entry = dict[str, Any]
 BASELINE = "baseline"
@@ -214,16 +215,21 @@ def run(
         if method.model is None and export is None:
             raise StageError(f"method {name} decodes with this run's head: --export is missing")
         draft = Path(method.model or str(export))
+    third_party = read_third_party(target, method)
     settings = {
         **evaluation.model_dump(include={"max_tokens", "temperature", "max_num_seqs"}),
         "method": method.model_dump(include=_settings_of(method)),
     }
-    origin = {
+    origin: dict[str, Any] = {
         "target": fingerprint(target),
         "engine": engine_version(),
         "settings": settings,
         "draft": draft_fingerprint(draft, target) if draft else None,
     }
+    if third_party is not None:
+        head, ids = third_party
+        origin["draft"] |= {"layer_ids": ids}
+        draft = served_folder(head, target, ids, store / "heads" / name)
     if draft and method.model is None:
         from scripts.eagle3.export import check_manifest
 
@@ -251,6 +257,15 @@ def run(
         # one line: indented, each token id would take a line of its own
         write_text(output / f"{suite}.json", json.dumps({**about, **result}, sort_keys=True) + "\n")
     evaluator.close()
+
+
+def read_third_party(target: Target, method: Method) -> tuple[ForeignHead, list[int]] | None:
+    """The head that the method lists, and its auxiliary states; StageError where it does not fit. None for other methods."""
+    if method.kind != "eagle3" or method.model is None:
+        return None
+    head = read_foreign_head(Path(method.model))
+    check_fits(head, target)
+    return head, canonical_ids(head, target, method.aux_layer_ids)
 
 
 def _settings_of(method: Method) -> set[str]:

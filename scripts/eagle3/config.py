@@ -153,6 +153,9 @@ class Training(Section):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="What the draft computes in; masters are float32.")
     zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage.")
     seed: int = Field(0, description="Order of rows and initial weights.")
+    initial_head: str | None = Field(
+        None, description="Start from this head: a folder of an export or of a third-party EAGLE-3 head. Null: random weights."
+    )
     loggers: list[Literal["tensorboard", "wandb"]] = Field(
         default=["tensorboard"], description="Besides the JSON lines, which are always written."
     )
@@ -164,8 +167,17 @@ class Method(Section):
     kind: Literal["baseline", "eagle3", "ngram"] = Field(description="baseline: no drafting; ngram: prompt lookup.")
     num_speculative_tokens: int = Field(3, ge=1, description="K: tokens drafted per step.")
     model: str | None = Field(None, description="eagle3: a third-party head's folder; null is this run's export.")
+    aux_layer_ids: list[int] | None = Field(
+        None, description="model: its auxiliary states as target.aux_layer_ids counts them, where its config leaves doubt."
+    )
     prompt_lookup_min: int = Field(2, ge=1, description="ngram: shortest match.")
     prompt_lookup_max: int = Field(4, ge=1, description="ngram: longest match.")
+
+    @model_validator(mode="after")
+    def _check_model(self) -> "Method":
+        if self.aux_layer_ids is not None and (self.kind != "eagle3" or self.model is None):
+            raise ValueError("aux_layer_ids is for a third-party head: set kind eagle3 and model, or leave it out")
+        return self
 
 
 class Evaluation(Section):
