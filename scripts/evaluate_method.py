@@ -15,6 +15,7 @@ from typing import Any
 
 from scripts.eagle3.acceptance import Counters, read_counters
 from scripts.eagle3.config import Evaluation, Method, Target
+from scripts.eagle3.draft_files import OTHER_STATES, check_layers
 from scripts.eagle3.engine import Hardware, device_name, engine_version, load_engine, unload_engine
 from scripts.eagle3.errors import RowRejected, StageError
 from scripts.eagle3.files import read_json, sha256_file, sha256_json, write_text
@@ -234,6 +235,7 @@ def run(
         from scripts.eagle3.export import check_manifest
 
         check_manifest(draft)
+        check_layers(draft / "config.json", target, OTHER_STATES)
     evaluator = Evaluator(target, evaluation, method, draft, hardware)
     evaluator.plan(rows)
     # seconds of different machines do not add up, so the device is part of the store's name

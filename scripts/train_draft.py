@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scripts.eagle3.config import Target, Training
-from scripts.eagle3.draft_files import WEIGHTS, DraftFiles
+from scripts.eagle3.draft_files import WEIGHTS, DraftFiles, check_layers
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import read_json, require_free_space, sha256_file, sha256_json, sync, write_json
 from scripts.eagle3.layers import captured_layer_ids
@@ -104,9 +104,7 @@ def read_data(target: Target, settings: Training, inputs: Inputs) -> Data:
     config_path = inputs.files.config
     config = read_json(config_path)
     layer_ids = captured_layer_ids(target.aux_layer_ids, target.num_hidden_layers)
-    found = config.get("eagle_aux_hidden_state_layer_ids")
-    where = f"{config_path}: eagle_aux_hidden_state_layer_ids"
-    expect(layer_ids[:-1], found, where, "remake it with draft_config, or mend target.aux_layer_ids")
+    check_layers(config_path, target, "remake it with draft_config, or mend target.aux_layer_ids")
 
     def paths(part: str) -> list[Path]:
         return [inputs.hidden / part / f"shard-{shard}.pt" for shard in range(inputs.shards)]
