@@ -211,31 +211,17 @@ def run(
     rows = {suite: read_rows(conversations / f"{suite}.parquet", CONVERSATIONS) for suite in suites}
     made_from = {suite: read_provenance(conversations / f"{suite}.parquet")[0] for suite in suites}
     compared = _read_baseline(method, baseline, suites)
-    draft = None
-    if method.kind == "eagle3":
-        if method.model is None and export is None:
-            raise StageError(f"method {name} decodes with this run's head: --export is missing")
-        draft = Path(method.model or str(export))
-    third_party = read_third_party(target, method)
+    draft, identity = find_draft(target, method, name, export, store)
     settings = {
         **evaluation.model_dump(include={"max_tokens", "temperature", "max_num_seqs"}),
         "method": method.model_dump(include=_settings_of(method)),
     }
-    origin: dict[str, Any] = {
+    origin = {
         "target": fingerprint(target),
         "engine": engine_version(),
         "settings": settings,
-        "draft": draft_fingerprint(draft, target) if draft else None,
+        "draft": identity,
     }
-    if third_party is not None:
-        head, ids = third_party
-        origin["draft"] |= {"layer_ids": ids}
-        draft = served_folder(head, target, ids, store / "heads" / name)
-    if draft and method.model is None:
-        from scripts.eagle3.export import check_manifest
-
-        check_manifest(draft)
-        check_layers(draft / "config.json", target, OTHER_STATES)
     evaluator = Evaluator(target, evaluation, method, draft, hardware)
     evaluator.plan(rows)
     # seconds of different machines do not add up, so the device is part of the store's name
@@ -259,6 +245,27 @@ def run(
         # one line: indented, each token id would take a line of its own
         write_text(output / f"{suite}.json", json.dumps({**about, **result}, sort_keys=True) + "\n")
     evaluator.close()
+
+
+def find_draft(
+    target: Target, method: Method, name: str, export: Path | None, store: Path
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """(folder that vLLM gets, what identifies the head), checked against the target; None for methods without a head."""
+    if method.kind != "eagle3":
+        return None, None
+    third_party = read_third_party(target, method)
+    if third_party is not None:
+        head, ids = third_party
+        folder = served_folder(head, target, ids, store / "heads" / name)
+        return folder, {**draft_fingerprint(head.folder, target), "layer_ids": ids}
+    if export is None:
+        raise StageError(f"method {name} decodes with this run's head: --export is missing")
+    from scripts.eagle3.export import check_manifest
+
+    found = draft_fingerprint(export, target)
+    check_manifest(export)
+    check_layers(export / "config.json", target, OTHER_STATES)
+    return export, {**found}
 
 
 def read_third_party(target: Target, method: Method) -> tuple[ForeignHead, list[int]] | None:

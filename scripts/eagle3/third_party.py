@@ -131,7 +131,7 @@ def check_fits(head: ForeignHead, target: Target) -> None:
     """StageError where the head cannot be one of this target: width, vocabulary, or tensors that its config denies."""
     text, where = text_config(target), f"{head.folder}/config.json"
     for key, found in (
-        ("hidden_size", head.config.get("target_hidden_size") or head.layer.get("hidden_size")),
+        ("hidden_size", head.layer.get("hidden_size")),
         ("vocab_size", head.layer.get("vocab_size")),
     ):
         if found != text[key]:

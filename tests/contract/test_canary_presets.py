@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from scripts import canary, simulate_acceptance
 from scripts.eagle3.config import Evaluation
 from scripts.eagle3.engine import load_engine, unload_engine
-from scripts.eagle3.export import WEIGHTS
+from scripts.eagle3.export import WEIGHTS, export_config, export_tensors, write_export
 from scripts.eagle3.files import read_json
 from tests.contract.test_canary import HARDWARE, run_canary
+from tests.draft_case import make_draft_case
 from tests.kimi_config import PRESET_NAMES, scaled_preset
 
 
@@ -17,8 +17,8 @@ class DraftWeights:
     """Worker extension: what the engine holds of the draft."""
 
     def draft_layers(self) -> dict[str, torch.Tensor]:
-        model = self.model_runner.drafter.model.model
-        return {f"layers.{i}.mlp.down_proj.weight": layer.mlp.down_proj.weight.clone() for i, layer in enumerate(model.layers)}
+        layers = self.model_runner.drafter.model.model.layers
+        return {f"layers.{name}": weight.detach().clone() for name, weight in layers.named_parameters()}
 
 
 @pytest.mark.slow
@@ -49,11 +49,20 @@ def test_preset_passes_the_canary_and_is_served_whole(name, tiny_kimi, tmp_path)
     for accepted, unknown, counted in positions:
         assert accepted <= counted <= accepted + unknown
 
-    if draft.num_hidden_layers == 1:
-        return
-    # a layer that was dropped, or loaded into another's place, would show here and in what follows
+
+@pytest.mark.slow
+def test_every_layer_of_the_draft_is_loaded_into_its_place(tiny_kimi, tmp_path):
+    draft = scaled_preset("kimi-k2.5-llama-4layer", tiny_kimi)
+    case = make_draft_case(tmp_path, tiny_kimi, draft)
+    tensors = export_tensors(case.checkpoints / "0" / WEIGHTS, case.files)
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in tensors.items():
+        if "layernorm" in name:  # untrained they are all ones
+            tensors[name] = (1 + 0.2 * torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+    export = tmp_path / "export"
+    write_export(export, tensors, export_config(tiny_kimi, case.files), "", {})
     llm = load_engine(
-        target,
+        tiny_kimi,
         HARDWARE,
         max_model_len=128,
         eager=True,
@@ -62,6 +71,10 @@ def test_preset_passes_the_canary_and_is_served_whole(name, tiny_kimi, tmp_path)
     )
     (held,) = llm.collective_rpc("draft_layers")
     unload_engine(llm)
-    exported = load_file(export / WEIGHTS)
-    assert len(held) == draft.num_hidden_layers
-    assert all(torch.equal(weight, exported[name]) for name, weight in held.items())
+    layers = {int(name.split(".")[1]) for name in held}
+    assert layers == set(range(draft.num_hidden_layers))
+    # the engine fuses and packs matrices; norms it holds as they are
+    norms = {name: weight for name, weight in held.items() if "layernorm" in name}
+    assert len(norms) == 2 * draft.num_hidden_layers
+    for name, weight in norms.items():
+        assert torch.equal(weight, tensors[name]), name
