@@ -12,6 +12,7 @@ from typing import Any
 from scripts.eagle3.config import Draft, Target, Vocabulary
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json, write_json
+from scripts.eagle3.presets import ROPE_VALUES, SAME_VALUES
 from scripts.eagle3.provenance import PROVENANCE_KEY
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.target import fingerprint, resolve_folder, text_config
@@ -21,11 +22,14 @@ ROPE_PARAMETERS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    # mscale, mscale_all_dim and attention_factor are left out: versions differ on them, all agree on the default
+    # mscale, mscale_all_dim and attention_factor are left out: versions differ on them, all agree on the default, which is
+    # to multiply cos and sin by 0.1 ln(factor) + 1. The draft learns with that factor and is served with it, whatever the
+    # target does (Kimi-K2.5: 1 on cos and sin, the factor's square on the scores); tests/contract/test_rotary.py compares
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
 }
 DEFAULT_AUX_STATES = 3
 MLA_GROUP = 8
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def run(target: Target, draft: Draft, vocabulary: Vocabulary, ttt_steps: int, output: Path) -> None:
@@ -42,8 +46,12 @@ def run(target: Target, draft: Draft, vocabulary: Vocabulary, ttt_steps: int, ou
 def speculator_config(target: Target, draft: Draft, draft_vocab_size: int, ttt_steps: int) -> dict[str, Any]:
     """`Eagle3SpeculatorConfig` as JSON."""
     whole = read_json(resolve_folder(target) / "config.json")
-    layer = decoder_config(text_config(target), draft)
+    text = text_config(target)
+    compare_with_target(text, draft)
+    layer = decoder_config(text, draft)
     layer["dtype"] = target.dtype
+    # a wrapper may have them beside its text model
+    layer |= {key: whole.get(key) for key in SPECIAL_IDS if layer[key] is None}
     if len(target.aux_layer_ids) != DEFAULT_AUX_STATES:
         # vLLM sizes `fc` for three states unless this key of its own says otherwise
         layer["num_aux_hidden_states"] = len(target.aux_layer_ids)
@@ -92,10 +100,35 @@ def decoder_config(text: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
         "max_position_embeddings": text["max_position_embeddings"],
         "rope_parameters": rope_parameters(text),
         "tie_word_embeddings": False,
-        "bos_token_id": text.get("bos_token_id"),
-        "eos_token_id": text.get("eos_token_id"),
-        "pad_token_id": text.get("pad_token_id"),
+        **{key: text.get(key) for key in SPECIAL_IDS},
     }
+
+
+def compare_with_target(text: Mapping[str, Any], draft: Draft) -> None:
+    """StageError where a value that a preset names is not the target's: the preset was made for another target."""
+    named = dict(draft.target_values)
+    where = f"draft.preset {draft.preset}" if draft.preset else "draft.target_values"
+    for key in SAME_VALUES:
+        if key in named:
+            _require_same(where, key, named[key], text.get(key))
+    rope = {key: named[key] for key in ROPE_VALUES if key in named}
+    if not rope:
+        return
+    own = rope_parameters(text)
+    asked = rope_parameters({"rope_theta": own["rope_theta"], **rope})
+    if asked["rope_theta"] != own["rope_theta"]:
+        _require_same(where, "rope_theta", asked["rope_theta"], own["rope_theta"])
+    if set(rope) != {"rope_theta"}:
+        for key in sorted((asked.keys() | own.keys()) - {"rope_theta"}):
+            _require_same(where, f"rope {key}", asked.get(key), own.get(key))
+
+
+def _require_same(where: str, key: str, preset: Any, own: Any) -> None:
+    if preset != own:
+        raise StageError(
+            f"{where}: {key} is {preset}, the target's is {own}; the draft must have the target's: take another preset, or "
+            "set target.path to the target that it is for"
+        )
 
 
 def attention_shape(text: Mapping[str, Any], draft: Draft) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from scripts.eagle3.acceptance import Counters, read_counters
 from scripts.eagle3.config import Evaluation, Method, Target
+from scripts.eagle3.draft_files import OTHER_STATES, check_layers
 from scripts.eagle3.engine import Hardware, device_name, engine_version, load_engine, unload_engine
 from scripts.eagle3.errors import RowRejected, StageError
 from scripts.eagle3.files import read_json, sha256_file, sha256_json, write_text
@@ -25,6 +26,7 @@ from scripts.eagle3.rows import CONVERSATIONS, read_provenance, read_rows
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.store import RecordStore, open_store
 from scripts.eagle3.target import fingerprint, load_tokenizer, stop_token_ids, text_config
+from scripts.eagle3.third_party import ForeignHead, canonical_ids, check_fits, read_foreign_head, served_folder
 
 Entry = dict[str, Any]
 BASELINE = "baseline"
@@ -209,11 +211,7 @@ def run(
     rows = {suite: read_rows(conversations / f"{suite}.parquet", CONVERSATIONS) for suite in suites}
     made_from = {suite: read_provenance(conversations / f"{suite}.parquet")[0] for suite in suites}
     compared = _read_baseline(method, baseline, suites)
-    draft = None
-    if method.kind == "eagle3":
-        if method.model is None and export is None:
-            raise StageError(f"method {name} decodes with this run's head: --export is missing")
-        draft = Path(method.model or str(export))
+    draft, identity = find_draft(target, method, name, export, store)
     settings = {
         **evaluation.model_dump(include={"max_tokens", "temperature", "max_num_seqs"}),
         "method": method.model_dump(include=_settings_of(method)),
@@ -222,12 +220,8 @@ def run(
         "target": fingerprint(target),
         "engine": engine_version(),
         "settings": settings,
-        "draft": draft_fingerprint(draft, target) if draft else None,
+        "draft": identity,
     }
-    if draft and method.model is None:
-        from scripts.eagle3.export import check_manifest
-
-        check_manifest(draft)
     evaluator = Evaluator(target, evaluation, method, draft, hardware)
     evaluator.plan(rows)
     # seconds of different machines do not add up, so the device is part of the store's name
@@ -251,6 +245,36 @@ def run(
         # one line: indented, each token id would take a line of its own
         write_text(output / f"{suite}.json", json.dumps({**about, **result}, sort_keys=True) + "\n")
     evaluator.close()
+
+
+def find_draft(
+    target: Target, method: Method, name: str, export: Path | None, store: Path
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """(folder that vLLM gets, what identifies the head), checked against the target; None for methods without a head."""
+    if method.kind != "eagle3":
+        return None, None
+    third_party = read_third_party(target, method)
+    if third_party is not None:
+        head, ids = third_party
+        folder = served_folder(head, target, ids, store / "heads" / name)
+        return folder, {**draft_fingerprint(head.folder, target), "layer_ids": ids}
+    if export is None:
+        raise StageError(f"method {name} decodes with this run's head: --export is missing")
+    from scripts.eagle3.export import check_manifest
+
+    found = draft_fingerprint(export, target)
+    check_manifest(export)
+    check_layers(export / "config.json", target, OTHER_STATES)
+    return export, {**found}
+
+
+def read_third_party(target: Target, method: Method) -> tuple[ForeignHead, list[int]] | None:
+    """The head that the method lists, and its auxiliary states; StageError where it does not fit. None for other methods."""
+    if method.kind != "eagle3" or method.model is None:
+        return None
+    head = read_foreign_head(Path(method.model))
+    check_fits(head, target)
+    return head, canonical_ids(head, target, method.aux_layer_ids)
 
 
 def _settings_of(method: Method) -> set[str]:

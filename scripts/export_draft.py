@@ -36,7 +36,7 @@ def run(target: Target, files: DraftFiles, checkpoints: Path, selected: Path, ou
     }
     config = export_config(target, files)
     write_export(output, export_tensors(weights, files), config, model_card(target, config, chosen), provenance)
-    check_export(output, target, files)
+    check_export(output, target, files, weights)
     write_manifest(output)
 
 

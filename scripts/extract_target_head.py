@@ -19,6 +19,7 @@ from scripts.eagle3.target import (
     EMBEDDING_NAMES,
     HEAD_NAMES,
     NORM_NAMES,
+    check_names,
     fingerprint,
     read_tensor,
     resolve_folder,
@@ -44,6 +45,7 @@ def run(target: Target, output: Path) -> None:
     """Writes the three tensors; StageError where the head is not `lm_head(RMSNorm(state))`, or sizes disagree."""
     text = text_config(target)
     check_plain_head(text, resolve_folder(target) / "config.json")
+    check_names(target)
     tensors = read_head_tensors(target, text)
 
     from safetensors.torch import save_file

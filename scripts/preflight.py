@@ -11,9 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from scripts.draft_config import attention_shape, decoder_config
+from scripts.draft_config import attention_shape, compare_with_target, decoder_config
 from scripts.eagle3.checks import Fault, Line, Skipped, check, refuse_red, table
 from scripts.eagle3.checks_backends import backend_lines
 from scripts.eagle3.checks_gpus import Asked, check_division, gpu_lines, list_gpus
@@ -22,12 +23,14 @@ from scripts.eagle3.checks_rendering import SAME_IDS, rendering_lines
 from scripts.eagle3.checks_software import check_eagle3_interface, feature_lines, version_lines
 from scripts.eagle3.checks_target import target_lines
 from scripts.eagle3.checks_tokenizer import tokenizer_lines
-from scripts.eagle3.config import Config, Production, Target
+from scripts.eagle3.config import Config, Method, Production, Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
 from scripts.eagle3.gpus import LEASES
+from scripts.eagle3.initial_head import check_initial_head
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.target import resolve_folder, text_config
+from scripts.evaluate_method import read_third_party
 from scripts.extract_target_head import check_plain_head
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +74,34 @@ def draft_lines(target: Target, config: Config, gpus: int) -> list[Line]:
         check("draft", "architecture", lambda: check_architecture(target, config)),
         check("draft", "vocabulary", lambda: check_vocabulary(target, config)),
         check("draft", "tensor parallel", lambda: check_tensor_parallel(target, config, gpus)),
+        *head_lines(target, config),
     ]
+
+
+def head_lines(target: Target, config: Config) -> list[Line]:
+    """Heads from elsewhere that the configuration names: what training starts from, what is measured beside ours."""
+    lines = []
+    if config.training.initial_head is not None:
+        lines.append(check("draft", "initial head", lambda: check_start(target, config)))
+    for name, method in config.evaluation.methods.items():
+        if method.kind == "eagle3" and method.model is not None:
+            lines.append(check("draft", f"head of {name}", partial(check_listed, target, method)))
+    return lines
+
+
+def check_start(target: Target, config: Config) -> str:
+    """The head that training starts from has the draft's shape, and reads the same states."""
+    path, layer = str(config.training.initial_head), decoder_config(text_config(target), config.draft)
+    _, adapted = check_initial_head(path, target, layer, config.draft.model_dump())
+    return f"{path}{': training adapts ' + ', '.join(adapted) if adapted else ''}"
+
+
+def check_listed(target: Target, method: Method) -> str:
+    """A third-party head fits the target, and it is known which states it reads."""
+    found = read_third_party(target, method)
+    assert found is not None
+    head, ids = found
+    return f"{head.folder}: {head.kind}, {head.draft_vocab_size} tokens, states {ids}"
 
 
 def engine_lines(target: Target, config: Config, gpus: int, blind: bool) -> list[Line]:
@@ -102,6 +132,7 @@ def check_logits(target: Target) -> str:
 def check_architecture(target: Target, config: Config) -> str:
     """The decoder that `draft_config` will write."""
     try:
+        compare_with_target(text_config(target), config.draft)
         layer = decoder_config(text_config(target), config.draft)
     except KeyError as error:
         raise Fault(f"the target's config.json has no {error.args[0]}", "this family is not supported as a target") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 from scripts.eagle3.batches import TokenRow, make_row
 from scripts.eagle3.config import Evaluation, Target
+from scripts.eagle3.draft_files import OTHER_STATES, check_layers
 from scripts.eagle3.engine import Hardware
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json, require_free_space, write_json
@@ -39,6 +40,7 @@ def run(
     """Writes one file per suite; StageError where export and baseline are not of this target, before it is loaded."""
     exported = read_json(export / "provenance.json")
     check_provenance({"target": fingerprint(target)}, exported, export / "provenance.json")
+    check_layers(export / "config.json", target, OTHER_STATES)
     rows = {suite: answered_rows(baseline / f"{suite}.json", target) for suite in suites}
     # the same request may stand in two suites: it is captured once
     distinct = list({row.key: row for suite in suites for row in rows[suite]}.values())

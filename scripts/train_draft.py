@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scripts.eagle3.config import Target, Training
-from scripts.eagle3.draft_files import WEIGHTS, DraftFiles
+from scripts.eagle3.draft_files import WEIGHTS, DraftFiles, check_layers
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import read_json, require_free_space, sha256_file, sha256_json, sync, write_json
 from scripts.eagle3.layers import captured_layer_ids
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
     from scripts.eagle3.packing import TrainingRows
+    from scripts.eagle3.third_party import ForeignHead
 
 # settings that change where and how training runs, not what is learnt
-NOT_SCIENCE = {"loggers", "zero_stage"}
+NOT_SCIENCE = {"loggers", "zero_stage", "initial_head"}  # of the last: the path
 # a checkpoint's float32 copies of each weight: the weights; and in the resume state weights, masters, two moments
 COPIES = 5
 
@@ -60,11 +61,12 @@ def run(target: Target, settings: Training, inputs: Inputs, number: int, checkpo
         raise StageError(f"--segment {number}: expected 0 to {settings.segments - 1}, as training.segments says")
     zero.check_settings(settings)
     data = read_data(target, settings, inputs)
+    initial = read_initial_head(target, settings, inputs.files)
     resumable = {"zero_stage": settings.zero_stage, "processes": zero.processes()}
     previous = check_previous(checkpoints, number, data.provenance, resumable) if number else None
     segment = training.plan_segment(data.train, settings, number)
 
-    engine = start_draft(inputs.files, settings, zero.start_process_group())
+    engine = start_draft(inputs.files, settings, zero.start_process_group(), initial)
     size = COPIES * 4 * sum(parameter.numel() for parameter in engine.module.parameters())
     require_free_space(checkpoints, size, "a checkpoint")
     if previous is not None:
@@ -102,9 +104,7 @@ def read_data(target: Target, settings: Training, inputs: Inputs) -> Data:
     config_path = inputs.files.config
     config = read_json(config_path)
     layer_ids = captured_layer_ids(target.aux_layer_ids, target.num_hidden_layers)
-    found = config.get("eagle_aux_hidden_state_layer_ids")
-    where = f"{config_path}: eagle_aux_hidden_state_layer_ids"
-    expect(layer_ids[:-1], found, where, "remake it with draft_config, or mend target.aux_layer_ids")
+    check_layers(config_path, target, "remake it with draft_config, or mend target.aux_layer_ids")
 
     def paths(part: str) -> list[Path]:
         return [inputs.hidden / part / f"shard-{shard}.pt" for shard in range(inputs.shards)]
@@ -125,8 +125,24 @@ def read_data(target: Target, settings: Training, inputs: Inputs) -> Data:
         "rows": sha256_json([shard.row_keys for shard in train]),
         "training": settings.model_dump(exclude=NOT_SCIENCE),
     }
+    if settings.initial_head:
+        weights = Path(settings.initial_head) / WEIGHTS
+        provenance["training"]["initial_head"] = sha256_file(weights) if weights.is_file() else "nothing"
     sizes = settings.ttt_steps, settings.batch_tokens
     return Data(TrainingRows(train, *sizes), TrainingRows(validation, *sizes), provenance)
+
+
+def read_initial_head(target: Target, settings: Training, files: DraftFiles) -> "ForeignHead | None":
+    """The head that training starts from, compared with the draft's config; None where there is none."""
+    if settings.initial_head is None:
+        return None
+    from scripts.eagle3.initial_head import check_initial_head
+
+    config = read_json(files.config)
+    head, adapted = check_initial_head(settings.initial_head, target, config["transformer_layer_config"], config)
+    if adapted and os.environ.get("RANK", "0") == "0":
+        print(f"train_draft: the initial head was trained otherwise and adapts: {'; '.join(adapted)}", flush=True)
+    return head
 
 
 def check_previous(checkpoints: Path, number: int, provenance: dict[str, Any], resumable: dict[str, Any]) -> Path:
@@ -147,13 +163,21 @@ def check_previous(checkpoints: Path, number: int, provenance: dict[str, Any], r
     return folder
 
 
-def start_draft(files: DraftFiles, settings: Training, device: "torch.device") -> "DeepSpeedEngine":
-    """The draft with fresh weights from the seed, in a DeepSpeed engine."""
+def start_draft(
+    files: DraftFiles, settings: Training, device: "torch.device", initial: "ForeignHead | None"
+) -> "DeepSpeedEngine":
+    """The draft with the initial head's weights, or fresh ones from the seed, in a DeepSpeed engine."""
     from scripts.eagle3 import zero
     from scripts.eagle3.draft import build_draft
+    from scripts.eagle3.initial_head import start_from
     from scripts.eagle3.ttt import TrainingDraft
 
-    draft = build_draft(*files, dtype=zero.DTYPES[settings.dtype], seed=settings.seed).to(device)
+    draft = build_draft(*files, dtype=zero.DTYPES[settings.dtype], seed=settings.seed)
+    if initial is not None:
+        taken = start_from(draft, initial)  # in later segments for lm_head only: the rest is resumed
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train_draft: initial head {taken}", flush=True)
+    draft = draft.to(device)
     model = TrainingDraft(draft, settings.ttt_steps, settings.step_loss_decay, settings.loss)
     return zero.start_engine(model, settings)
 
@@ -166,7 +190,7 @@ def write_unfinished(engine: "DeepSpeedEngine", checkpoints: Path, position: dic
     from scripts.eagle3.draft import save_trainable
 
     unfinished = checkpoints / f".unfinished-segment-{position['segment']}"
-    weights = zero.full_weights(engine)
+    weights = zero.full_weights(engine) | engine.module.own_head()
     if engine.global_rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         save_trainable(weights, unfinished / WEIGHTS)

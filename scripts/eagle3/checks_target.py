@@ -12,15 +12,24 @@ from scripts.eagle3.capture import refuse_uncapturable
 from scripts.eagle3.checks import Fault, Line, Skipped, check, some
 from scripts.eagle3.config import Config, Target
 from scripts.eagle3.files import read_json
-from scripts.eagle3.target import EMBEDDING_NAMES, HEAD_NAMES, NORM_NAMES, resolve_folder, text_config
+from scripts.eagle3.target import (
+    EMBEDDING_NAMES,
+    FETCH_AGAIN,
+    HEAD_NAMES,
+    INDEX,
+    NORM_NAMES,
+    SINGLE,
+    SMALL_FILES,
+    check_names,
+    resolve_folder,
+    tensor_names,
+    text_config,
+)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 MADE_HERE = "results/targets/"
 LFS = b"version https://git-lfs.github.com/spec/"
 LFS_LARGEST = 1024
 HEADER_LARGEST = 100_000_000  # safetensors' own limit
-FETCH_AGAIN = "fetch the target again"
 
 
 def here(target: Target) -> Target:
@@ -38,7 +47,9 @@ def here(target: Target) -> Target:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(target.path, revision=target.revision, local_files_only=True)
+        folder = snapshot_download(
+            target.path, revision=target.revision, allow_patterns=list(SMALL_FILES), local_files_only=True
+        )
     except LocalEntryNotFoundError:
         raise Skipped(f"hub id {target.path}, not in the cache yet: downloaded by the first job that needs it") from None
     return target.model_copy(update={"path": folder})
@@ -61,16 +72,29 @@ def target_lines(config: Config) -> tuple[Target | None, list[Line]]:
     target = found[0]
     return target, [
         *lines,
-        check("target", "weights", lambda: check_weights(Path(target.path))),
+        check("target", "weights", lambda: check_weights(Path(target.path), partial=target.path != config.target.path)),
+        check("target", "names", lambda: names_line(target)),
         check("target", "embedding, norm, head", lambda: check_head(target)),
         check("target", "captured states", lambda: check_capture(target, config.rows.max_length)),
     ]
 
 
-def check_weights(folder: Path) -> str:
-    """Every file of the index is there, as long as its header says, and holds the tensors that the index places in it."""
+def names_line(target: Target) -> str:
+    """The tensors are named as those of the model in config.json."""
+    check_names(target)
+    return f"{len(tensor_names(resolve_folder(target)))} tensors, as config.json describes them"
+
+
+def check_weights(folder: Path, partial: bool = False) -> str:
+    """Every file of the index is there, as long as its header says, and holds the tensors that the index places in it.
+
+    partial: a hub's cache, where jobs fetch what is missing.
+    """
     refuse_pointers(folder)
     placed = placed_tensors(folder)
+    absent = [name for name in placed if not (folder / name).is_file()]
+    if partial and absent:
+        raise Skipped(f"{len(absent)} of {len(placed)} files are not in the hub's cache yet: jobs download what they need")
     problems = []
     for name in sorted(placed):
         try:
@@ -157,13 +181,6 @@ def check_head(target: Target) -> str:
             )
     shared = "" if names & set(HEAD_NAMES) and not tied else "; the head is the embedding"
     return f"{sorted(names & set(EMBEDDING_NAMES))[0]}, {sorted(names & set(NORM_NAMES))[0]}{shared}"
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """All tensors of the checkpoint, from the index or the one header."""
-    if (folder / INDEX).is_file():
-        return set(read_json(folder / INDEX)["weight_map"])
-    return set(read_header(folder / SINGLE))
 
 
 def check_capture(target: Target, max_length: int) -> str:

@@ -6,10 +6,11 @@ JSON (`--draft '{"num_hidden_layers": 1, ...}'`), so that Snakemake reruns what 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.layers import check_aux_layer_ids, default_aux_layer_ids
+from scripts.eagle3.presets import TARGET_VALUES, refuse_unknown, with_preset
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -133,6 +134,7 @@ class Vocabulary(Section):
 class Draft(Section):
     """Architecture of the draft head (Llama decoder); null means: as the target has it."""
 
+    preset: str | None = Field(None, description="A file of config/draft/, without .json; what stands beside it here wins.")
     num_hidden_layers: int = Field(1, ge=1, le=4, description="Decoder layers of the draft.")
     num_attention_heads: int | None = Field(None, ge=1, description="Query heads.")
     num_key_value_heads: int | None = Field(None, ge=1, description="Key and value heads.")
@@ -141,6 +143,21 @@ class Draft(Section):
     norm_before_residual: bool = Field(True, description="The first layer's residual is the normed auxiliary projection.")
     norm_before_fc: bool = Field(False, description="RMSNorm over the concatenated auxiliary states before `fc`.")
     norm_output: bool = Field(False, description="Feed the normed output back (EAGLE-3.1); vLLM 0.22 ignores it.")
+    target_values: dict[str, Any] = Field(
+        default_factory=dict,
+        description="LlamaConfig values that are compared with the target's and never taken; usually a preset's.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        return with_preset(values) if isinstance(values, dict) and isinstance(values.get("preset"), str) else values
+
+    @field_validator("target_values")
+    @classmethod
+    def _check_target_values(cls, values: dict[str, Any]) -> dict[str, Any]:
+        refuse_unknown(values, TARGET_VALUES, "draft.target_values")
+        return values
 
 
 class Training(Section):
@@ -160,6 +177,9 @@ class Training(Section):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="What the draft computes in; masters are float32.")
     zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage.")
     seed: int = Field(0, description="Order of rows and initial weights.")
+    initial_head: str | None = Field(
+        None, description="Start from this head: a folder of an export or of a third-party EAGLE-3 head. Null: random weights."
+    )
     loggers: list[Literal["tensorboard", "wandb"]] = Field(
         default=["tensorboard"], description="Besides the JSON lines, which are always written."
     )
@@ -171,8 +191,17 @@ class Method(Section):
     kind: Literal["baseline", "eagle3", "ngram"] = Field(description="baseline: no drafting; ngram: prompt lookup.")
     num_speculative_tokens: int = Field(3, ge=1, description="K: tokens drafted per step.")
     model: str | None = Field(None, description="eagle3: a third-party head's folder; null is this run's export.")
+    aux_layer_ids: list[int] | None = Field(
+        None, description="model: its auxiliary states as target.aux_layer_ids counts them, where its config leaves doubt."
+    )
     prompt_lookup_min: int = Field(2, ge=1, description="ngram: shortest match.")
     prompt_lookup_max: int = Field(4, ge=1, description="ngram: longest match.")
+
+    @model_validator(mode="after")
+    def _check_model(self) -> "Method":
+        if self.aux_layer_ids is not None and (self.kind != "eagle3" or self.model is None):
+            raise ValueError("aux_layer_ids is for a third-party head: set kind eagle3 and model, or leave it out")
+        return self
 
 
 class Evaluation(Section):

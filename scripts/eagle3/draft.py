@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Attention = Literal["sdpa", "flex"]
 ATTENTION_NAMES = {"sdpa": "sdpa", "flex": "simple_flex_attention"}
 HEAD_TENSORS = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
+OWN_HEAD = "lm_head.weight"
 FROZEN = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.")
 # flex attention extends its block mask by whole blocks of 128 per TTT step: its batches must be a multiple of that long
 FLEX_BLOCK = 128
@@ -196,13 +197,18 @@ def save_trainable(state: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def load_trainable(model: "Eagle3DraftModel", path: Path) -> None:
-    """Loads weights written by `save_trainable`; StageError unless names and shapes are exactly those of the model."""
+    """Loads weights written by `save_trainable`; StageError unless names and shapes are exactly those of the model.
+
+    The weights may bring an `lm_head` of their own (from an initial head); without one it is the target's.
+    """
     from safetensors.torch import load_file
 
     _require(path)
     state, own = load_file(path), trainable_state(model)
+    head = {OWN_HEAD: state.pop(OWN_HEAD, model.verifier_lm_head.weight)}
+    expect(list(model.lm_head.weight.shape), list(head[OWN_HEAD].shape), f"{path}: {OWN_HEAD}", "train again")
     expect(_shapes(own), _shapes(state), f"{path}: tensors", "the draft: section changed since; train again")
-    model.load_state_dict(state, strict=False)
+    model.load_state_dict(state | head, strict=False)
     check_finite(model)
 
 

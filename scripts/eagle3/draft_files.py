@@ -9,11 +9,13 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import read_json, sha256_file, sha256_json
 from scripts.eagle3.provenance import PROVENANCE_KEY
 
 WEIGHTS = "model.safetensors"
+OTHER_STATES = "the head was trained on other states: restore target.aux_layer_ids, or train and export again"
 
 
 class DraftFiles(NamedTuple):
@@ -42,6 +44,12 @@ class DraftFiles(NamedTuple):
         config["speculators_config"]["verifier"].pop("name_or_path")
         config.pop(PROVENANCE_KEY, None)
         return {"draft_config": sha256_json(config), "vocabulary": sha256_file(self.d2t)}
+
+
+def check_layers(config: Path, target: Target, advice: str) -> None:
+    """StageError unless a draft's config names the auxiliary states of this target section; no model notices a difference."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    expect(target.aux_layer_ids, read_json(config).get(key), f"{config}: {key}", advice)
 
 
 def read_records(checkpoints: Path, segments: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from scripts.eagle3.checks_gpus import check_gpus
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
-from scripts.eagle3.target import resolve_folder, text_config
+from scripts.eagle3.target import check_shards, resolve_folder, text_config
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def load_engine(
     max_model_len is in tokens. Prefix caching is off: a cached prefix is not computed, so its states would be missing.
     Eager is forced on CPUs, where compiling costs minutes (measured: 140 s for a 135M target) and gains little.
     """
-    folder = resolve_folder(target)
+    folder = resolve_folder(target, weights=True)
+    check_shards(target)
     text = text_config(target)
     if not on_cpu():
         check_gpus(target, hardware.gpu_memory_percent)

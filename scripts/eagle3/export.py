@@ -48,7 +48,8 @@ def export_config(target: Target, files: DraftFiles) -> dict[str, Any]:
 def export_tensors(weights: Path, files: DraftFiles) -> dict[str, torch.Tensor]:
     """All tensors of model.safetensors: trained ones, embedding and sliced head in the config's dtype; d2t and t2d.
 
-    Without a smaller vocabulary there is no map: vLLM has no place for one then.
+    Without a smaller vocabulary there is no map: vLLM has no place for one then. A head that came with the weights (from an
+    initial head) takes the place of the target's rows.
     """
     from safetensors.torch import load_file
 
@@ -56,7 +57,7 @@ def export_tensors(weights: Path, files: DraftFiles) -> dict[str, torch.Tensor]:
     config = read_draft_config(files.config, "sdpa")
     d2t, t2d = read_vocabulary(files.d2t, files.t2d, config.draft_vocab_size, config.target_vocab_size)
     head = read_head(files.head)
-    tensors = {**load_file(weights), EMBEDDING: head[EMBEDDING], HEAD: head[HEAD][t2d]}
+    tensors = {EMBEDDING: head[EMBEDDING], HEAD: head[HEAD][t2d], **load_file(weights)}
     dtype = DTYPES[read_json(files.config)["dtype"]]
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     if config.draft_vocab_size != config.target_vocab_size:
@@ -118,12 +119,20 @@ def check_manifest(folder: Path) -> None:
             raise StageError(f"{path}: sha256 differs from {MANIFEST}; the file was changed: export again")
 
 
-def check_export(folder: Path, target: Target, files: DraftFiles) -> None:
+def own_head(weights: Path) -> torch.Tensor | None:
+    """`lm_head.weight` of trained weights that started from a head with rows of its own; else None: it is the target's."""
+    from safetensors import safe_open
+
+    with safe_open(weights, "pt") as file:
+        return file.get_tensor(HEAD) if HEAD in set(file.keys()) else None
+
+
+def check_export(folder: Path, target: Target, files: DraftFiles, weights: Path | None = None) -> None:
     """Compares an export with what it was made from; the first check that fails is named: `check NAME: ...`.
 
     origin: config and head are of this target. layers: auxiliary ids are the target section's, in order. norms and
     config: as in draft/config.json. tensors: names, shapes, dtypes. finite. vocabulary: d2t offsets, in range, equal to
-    t2d. embedding, head: the target's own rows.
+    t2d. embedding, head: the target's own rows; the head those of `weights` where they have one.
     """
     from safetensors.torch import load_file
 
@@ -138,9 +147,7 @@ def check_export(folder: Path, target: Target, files: DraftFiles) -> None:
         "finite": lambda: _check_finite(tensors),
         "vocabulary": lambda: _check_vocabulary(tensors, files, sizes),
         "embedding": lambda: _differs_from_target(tensors[EMBEDDING], read_head(files.head)[EMBEDDING], files.head),
-        "head": lambda: _differs_from_target(
-            tensors[HEAD], read_head(files.head)[HEAD][read_vocabulary(files.d2t, files.t2d, *sizes)[1]], files.head
-        ),
+        "head": lambda: _check_head(tensors[HEAD], files, sizes, weights),
     }
     for name, check in checks.items():
         problem = check()
@@ -206,6 +213,14 @@ def _check_vocabulary(tensors: Mapping[str, torch.Tensor], files: DraftFiles, si
     if not torch.equal(ids, t2d.nonzero().flatten()):
         return "draft id + d2t differs from the true positions of t2d"
     return None if torch.equal(d2t, read_vocabulary(files.d2t, files.t2d, *sizes)[0]) else f"d2t differs from {files.d2t}"
+
+
+def _check_head(exported: torch.Tensor, files: DraftFiles, sizes: tuple[int, int], weights: Path | None) -> str | None:
+    own = own_head(weights) if weights else None
+    if weights is None or own is None:
+        rows = read_head(files.head)[HEAD][read_vocabulary(files.d2t, files.t2d, *sizes)[1]]
+        return _differs_from_target(exported, rows, files.head)
+    return None if torch.equal(exported, own.to(exported.dtype)) else f"the exported rows differ from those in {weights}"
 
 
 def _differs_from_target(exported: torch.Tensor, own: torch.Tensor, head: Path) -> str | None:

@@ -48,7 +48,7 @@ and advanced as a server does it.
 
 {num_hidden_layers} Llama layer(s), hidden {hidden_size}, MLP {intermediate_size}, {num_attention_heads} query heads and
 {num_key_value_heads} key and value heads of {head_dim}; draft vocabulary {draft_vocab_size} of {vocab_size}; {dtype}.
-Embedding and `lm_head` are copies of the target's rows and were not trained. Norms: {norms}.
+Embedding and `lm_head` are copies of the target's rows and were not trained{initial_head}. Norms: {norms}.
 
 ## Training
 
@@ -65,6 +65,9 @@ Made by eagle3-flow, on answers that the target gave or that came with the data 
 This head contains copies of the target's embedding and head and was trained on the target's states: the target's
 license applies to it, and those of the training data may. Fill in `license:` above before publishing.
 """
+
+
+INITIAL = "; rows of `lm_head` that came with the head that training started from are that head's"
 
 
 def model_card(target: Target, config: Mapping[str, Any], selected: Mapping[str, Any]) -> str:
@@ -89,6 +92,7 @@ def model_card(target: Target, config: Mapping[str, Any], selected: Mapping[str,
         coverage=figures["coverage"],
         draft_vocab_size=config["draft_vocab_size"],
         dtype=config["dtype"],
+        initial_head=INITIAL if "initial_head" in selected["training"] else "",
         norms=", ".join(flags) or "none of the optional ones",
         segment=selected["segment"],
         step=selected["step"],

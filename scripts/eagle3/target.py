@@ -5,6 +5,9 @@ In: the `target:` section. Out: facts that need no engine; each problem is a Sta
 
 import hashlib
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,19 @@ NORM_NAMES = ("model.norm.weight", "language_model.model.norm.weight")
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 
 
-def resolve_folder(target: Target) -> Path:
-    """The target's local folder; a hub id is downloaded (or taken from the hub's cache)."""
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# of a hub id: all that is read without an engine, but for the shards of the three tensors
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.txt", "*.tiktoken")
+FETCH_AGAIN = "fetch the target again"
+LAYER = re.compile(r"layers\.(\d+)\.")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def resolve_folder(target: Target, weights: bool = False) -> Path:
+    """The target's local folder. Of a hub id it is the hub's cache, where what is missing is downloaded.
+
+    Without `weights` the shards of a hub id need not be in it: `read_tensor` fetches the one that it reads.
+    """
     folder = Path(target.path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -31,14 +45,20 @@ def resolve_folder(target: Target) -> Path:
         return folder
     if folder.is_absolute() or target.path.startswith((".", "results/")) or target.path.count("/") != 1:
         raise StageError(f"{folder}: no such folder; set target.path to the target's folder or hub id")
+    folder = _download(target.path, target.revision, None if weights else SMALL_FILES)
+    if not weights and not (folder / INDEX).is_file():
+        _download(target.path, target.revision, (SINGLE,))  # it identifies the target
+    return folder
+
+
+@cache
+def _download(name: str, revision: str | None, files: tuple[str, ...] | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(target.path, revision=target.revision))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files) if files else None))
     except Exception as error:  # the hub's client has no common base class for its failures
-        raise StageError(
-            f"target.path {target.path}: neither a folder nor a reachable hub id ({type(error).__name__})"
-        ) from error
+        raise StageError(f"target.path {name}: neither a folder nor a reachable hub id ({type(error).__name__})") from error
 
 
 def text_config(target: Target) -> dict[str, Any]:
@@ -83,14 +103,12 @@ def _fingerprint(folder: Path, revision: str | None, dtype: str) -> dict[str, An
 
 
 def _weights_hash(folder: Path) -> str:
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         return sha256_file(index)
-    single = folder / "model.safetensors"
+    single = folder / SINGLE
     if not single.is_file():
-        raise StageError(
-            f"{folder}: neither model.safetensors nor model.safetensors.index.json; the target's weights are missing"
-        )
+        raise StageError(f"{folder}: neither {SINGLE} nor {INDEX}; the target's weights are missing")
     if single.stat().st_size <= WHOLE_HASH_BYTES:
         return sha256_file(single)
     with open(single, "rb") as file:
@@ -167,18 +185,79 @@ def resolve_sampling(target: Target, responses: Regeneration) -> Regeneration:
     return Regeneration.model_validate({**responses.model_dump(), "temperature": temperature, "top_p": top_p})
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """All tensors of the checkpoint: from the index, else from the header of the one file."""
+    if (folder / INDEX).is_file():
+        return set(read_json(folder / INDEX)["weight_map"])
+    with _open(folder / SINGLE) as tensors:
+        return set(tensors.keys())
+
+
+def check_names(target: Target) -> None:
+    """StageError where the tensors' names are not those of the model that config.json describes.
+
+    Kimi-K2's files under Kimi-K2.5's config, or the other way round, have the sizes that are expected: their names differ.
+    """
+    folder = resolve_folder(target)
+    config, names, text = read_json(folder / "config.json"), tensor_names(folder), text_config(target)
+    plain, wrapped = (name in names for name in EMBEDDING_NAMES)
+    architecture = (config.get("architectures") or ["no architecture"])[0]
+    where = f"{folder}: config.json says {architecture}"
+    advice = f"config.json and weights are of different models: {FETCH_AGAIN}"
+    if plain and not wrapped and config.get("model_type") == "kimi_k25":
+        raise StageError(f"{where}, the weights are named model.*, not language_model.*: Kimi-K2's?; {advice}")
+    if wrapped and not plain and "text_config" not in config:
+        raise StageError(f"{where}, the weights are named language_model.*: those of a multimodal model; {advice}")
+    prefix = EMBEDDING_NAMES[wrapped].removesuffix("embed_tokens.weight")
+    inner = [name.removeprefix(prefix) for name in names if name.startswith(f"{prefix}layers.")]
+    found = {int(match[1]) for name in inner if (match := LAYER.match(name))}
+    layers = text["num_hidden_layers"]
+    most = layers + (text.get("num_nextn_predict_layers") or 0)
+    if found and not set(range(layers)) <= found <= set(range(most)):
+        wrong = sorted(set(range(layers)) - found) or sorted(found - set(range(most)))
+        what = "lack" if set(range(layers)) - found else "have"
+        raise StageError(f"{where} with {layers} layers, the weights {what} layer {wrong[0]}; {advice}")
+    experts = {int(match[1]) for name in inner if name.startswith(f"layers.{layers - 1}.") and (match := EXPERT.search(name))}
+    expected = text.get("n_routed_experts")
+    if experts and expected and experts != set(range(expected)):
+        raise StageError(f"{where} with {expected} experts, the last layer's weights have {len(experts)}; {advice}")
+
+
+def check_shards(target: Target) -> None:
+    """StageError naming a file of the index that is not there: an engine would notice it after minutes of loading."""
+    folder = resolve_folder(target, weights=True)
+    files = set(read_json(folder / INDEX)["weight_map"].values()) if (folder / INDEX).is_file() else {SINGLE}
+    missing = sorted(file for file in files if not (folder / file).is_file())
+    if missing:
+        raise StageError(f"{folder}: {len(missing)} of {len(files)} weight files are missing, e.g. {missing[0]}; {FETCH_AGAIN}")
+
+
 def read_tensor(target: Target, names: tuple[str, ...]) -> Any | None:
     """The first of `names` in the checkpoint, read from the one file that holds it; None where there is none of them."""
-    from safetensors import safe_open
-
     folder = resolve_folder(target)
-    index = folder / "model.safetensors.index.json"
-    files = read_json(index)["weight_map"] if index.is_file() else None
+    placed = read_json(folder / INDEX)["weight_map"] if (folder / INDEX).is_file() else None
     for name in names:
-        file = folder / (files.get(name, "") if files is not None else "model.safetensors")
-        if not file.is_file():
+        if placed is not None and name not in placed:
             continue
-        with safe_open(file, "pt") as tensors:
+        file = placed[name] if placed is not None else SINGLE
+        if not Path(target.path).is_dir():
+            _download(target.path, target.revision, (file,))
+        with _open(folder / file) as tensors:
             if name in set(tensors.keys()):
                 return tensors.get_tensor(name)
+        if placed is not None:
+            raise StageError(f"{folder / file}: no tensor {name}, though {INDEX} places it there; {FETCH_AGAIN}")
     return None
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise StageError(f"{path}: no such file; the target is not whole: {FETCH_AGAIN}")
+    try:
+        with safe_open(path, "pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise StageError(f"{path}: not a readable safetensors file ({error}); {FETCH_AGAIN}") from error

@@ -50,6 +50,12 @@ class TrainingDraft(torch.nn.Module):
         (draft,) = self._frozen
         return torch.zeros(draft.draft_vocab_size, dtype=torch.long) if draft.d2t is None else draft.d2t.cpu()
 
+    def own_head(self) -> dict[str, torch.Tensor]:
+        """`lm_head.weight` where an initial head brought rows that are not the target's; else nothing."""
+        (draft,) = self._frozen
+        head = draft.lm_head.weight
+        return {} if torch.equal(head, draft.verifier_lm_head.weight) else {"lm_head.weight": head}
+
     def forward(
         self,
         hidden_states: torch.Tensor,

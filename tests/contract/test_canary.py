@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[2]
 HARDWARE = Hardware(max_num_seqs=32, kv_cache_gb=1)
 
 
-def run_canary(target: Target, folder: Path) -> tuple[Canary, dict[str, Any]]:
+def run_canary(target: Target, folder: Path, draft: Draft | None = None) -> tuple[Canary, dict[str, Any]]:
+    draft = draft or Draft()
     prompts = {name: ROOT / f"config/data/{name}.jsonl" for name in ("train/questions", "eval/everyday")}
     conversations = Conversations(
         train=[Source(path=str(prompts["train/questions"]))],
@@ -40,11 +41,11 @@ def run_canary(target: Target, folder: Path) -> tuple[Canary, dict[str, Any]]:
         validation_fraction=0.4,
     )
     collect_conversations.run(conversations, Parts(), folder / "conversations")
-    made = Canary(target, Draft(), folder / "canary", HARDWARE)
+    made = Canary(target, draft, folder / "canary", HARDWARE)
     command = [
         *(sys.executable, "-m", "scripts.canary"),
         *("--target", target.model_dump_json()),
-        *("--draft", Draft().model_dump_json()),
+        *("--draft", draft.model_dump_json()),
         *("--conversations", str(folder / "conversations/val/shard-0.parquet")),
         *("--output", str(made.folder / "result.json")),
         *("--max-num-seqs", "32", "--kv-cache-gb", "1"),

@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts import export_draft, select_checkpoint
-from scripts.eagle3.config import Draft, Target
+from scripts import evaluate_method, export_draft, select_checkpoint, simulate_acceptance
+from scripts.eagle3.config import Draft, Evaluation, Target
 from scripts.eagle3.draft import build_draft, draft_inputs, forward, load_trainable, single_row_batch
 from scripts.eagle3.draft_files import WEIGHTS, read_records, require_weights
+from scripts.eagle3.engine import Hardware
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.export import MANIFEST, WRITTEN, check_export, load_export
 from scripts.eagle3.files import read_json, write_json
@@ -20,6 +21,7 @@ from scripts.eagle3.shards import StateRow, write_shard
 from scripts.eagle3.target import fingerprint
 from scripts.eagle3.walk import drafted_tokens
 from tests.draft_case import TTT_STEPS, DraftCase, add_checkpoint, make_draft_case, random_row
+from tests.generation_case import conversation, write_conversations
 
 
 def write_validation_rows(folder: Path, target: Target, rows: list[StateRow]) -> None:
@@ -255,6 +257,24 @@ def test_layers_are_compared_with_the_target_section_too(exported):
     other = case.target.model_copy(update={"aux_layer_ids": [1, 3, 4]})
     with pytest.raises(StageError, match=r"check layers: .* is \[2, 4, 5\], expected \[1, 3, 4\]"):
         check_export(folder, other, case.files)
+
+
+def test_head_of_other_states_or_another_target_is_not_measured(tmp_path, exported, tiny_kimi):
+    case, folder = exported
+    evaluation, hardware, baseline = Evaluation(), Hardware(), tmp_path / "baseline"
+    write_conversations(tmp_path / "suite.parquet", [conversation("a", ["say it"])])
+    write_json(tmp_path / "baseline/suite.json", {})
+    other = case.target.model_copy(update={"aux_layer_ids": [1, 3, 4]})
+    for target, words in (
+        (other, r"config.json: eagle_aux_hidden_state_layer_ids: expected \[1, 3, 4\], found \[2, 4, 5\]; .* other states"),
+        (tiny_kimi, r"provenance.json: target\.\w+ is "),
+    ):
+        with pytest.raises(StageError, match=words):
+            evaluate_method.run(
+                target, evaluation, "eagle3", folder, baseline, tmp_path, ["suite"], tmp_path / "s", tmp_path / "o", hardware
+            )
+        with pytest.raises(StageError, match=words):
+            simulate_acceptance.run(target, evaluation, folder, baseline, ["suite"], tmp_path / "simulated", hardware)
 
 
 def test_selection_of_another_draft_is_refused(tmp_path, exported):

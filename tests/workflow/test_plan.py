@@ -50,6 +50,7 @@ def test_another_config_file_is_not_merged_with_the_demo(checkout):
     [
         ("traning: {}", "traning: unknown key"),
         ("training: {segments: many}", "training.segments"),
+        ("draft: {preset: mine}", "draft.preset is mine: expected one of kimi-k2.5-gqa, kimi-k2.5-llama"),
         ("target: {path: x, num_hidden_layers: 8, aux_layer_ids: [4, 2]}", "ascending"),
         ("target: {path: x, num_hidden_layers: 8, aux_layer_ids: [2, 9]}", "1 <= k < 8"),
     ],
