@@ -13,13 +13,13 @@ from scripts.eagle3.layers import check_aux_layer_ids, default_aux_layer_ids
 from scripts.eagle3.presets import TARGET_VALUES, refuse_unknown, with_preset
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Target(Section):
@@ -250,7 +250,9 @@ class Gate(Section):
 class Storage(Section):
     """Where bulk data lies."""
 
-    hidden_states: str | None = Field(None, description="Folder for states and their store; null is the run's own folder.")
+    hidden_states: str | None = Field(
+        None, pattern=r"^[^~]", description="Folder for states and their store, no `~`; null is the run's own folder."
+    )
 
 
 class Production(Section):

@@ -136,7 +136,7 @@ def _stop(folder: Path, state: RunState, only_one: IO[bytes]) -> None:
     print(f"stopping the production server: {production.stop}", flush=True)
     deadline = time.monotonic() + production.timeout
     # the command holds the lock too: should this job be killed now, the server is not started before the command has ended
-    _call("stop", production.stop, deadline, production.timeout, folder, only_one.fileno())
+    _call("stop", production, deadline, folder, only_one.fileno())
     while is_healthy(production.health):
         if time.monotonic() > deadline:
             raise StageError(
@@ -180,7 +180,7 @@ def _start(folder: Path, production: Production) -> None:
         flush=True,
     )
     deadline = time.monotonic() + production.timeout
-    _call("start", production.start, deadline, production.timeout, folder)
+    _call("start", production, deadline, folder)
     while not is_healthy(production.health):
         if time.monotonic() > deadline:
             raise StageError(f"{production.health} does not answer {production.timeout} s after production.start")
@@ -198,11 +198,12 @@ def is_healthy(url: str) -> bool:
         return False
 
 
-def _call(name: str, command: str, deadline: float, timeout_s: int, folder: Path, *inherited: int) -> None:
+def _call(name: Literal["stop", "start"], production: Production, deadline: float, folder: Path, *inherited: int) -> None:
     """Runs a command of the config in a session of its own: what it starts outlives the run and its terminal.
 
     Without its log (a full disk, a file where the folder should be) it runs all the same: the server matters more.
     """
+    command, timeout_s, health = getattr(production, name), production.timeout, production.health
     log = folder / LOG
     try:
         log.parent.mkdir(exist_ok=True)
@@ -223,18 +224,26 @@ def _call(name: str, command: str, deadline: float, timeout_s: int, folder: Path
             pass_fds=inherited,
         )
     try:
-        code = process.wait(max(0.0, deadline - time.monotonic()))
-    except (subprocess.TimeoutExpired, SystemExit) as error:
+        while (code := _exit_code(process)) is None:
+            if name == "start" and is_healthy(health):
+                return  # a server in the foreground
+            if time.monotonic() > deadline:
+                raise StageError(f"production.{name} has not returned within {timeout_s} s: {command}; see {LOG}")
+    except (StageError, SystemExit):
         if name == "stop":  # one that went on would end the server after its next start
             _end(process)
-        if isinstance(error, SystemExit):
-            raise
-        raise StageError(f"production.{name} has not returned within {timeout_s} s: {command}; see {LOG}") from None
+        raise
     if code:
         said = log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
         raise StageError(
             f"production.{name} failed with exit code {code}: {said[-1] if said else command}; see {LOG}, mend the server"
         )
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(POLL_S)
+    return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

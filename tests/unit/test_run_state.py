@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -265,3 +266,12 @@ def test_a_state_file_that_cannot_be_read_is_one_line(folder, content):
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/a b", "http://127.0.0.1:port/health", "http://[::1/health"])
 def test_an_odd_url_is_not_healthy(url):
     assert not production.is_healthy(url)
+
+
+def test_a_start_that_stays_in_the_foreground_is_done_when_the_server_answers(server, folder):
+    begin(folder, server, start=f"{server.section['start']}; sleep 600", timeout=60)
+    with room_for_job(folder):
+        pass
+    began = time.monotonic()
+    assert bring_back(folder, 5) and server.healthy()
+    assert time.monotonic() - began < 30
