@@ -34,14 +34,14 @@ from scripts.eagle3.rows import CONVERSATIONS, RESPONSES, read_provenance, read_
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.target import text_config
 
-CANDIDATES = 24
-ROWS = 4
+CANDIDATES = 40
+ROWS = 10
 ANSWER_TOKENS = 64
 RESPONSES_ASKED = Regeneration(temperature=0, max_tokens=ANSWER_TOKENS)
 MIN_DISTINCT_TOKENS = 30
 NUM_SPECULATIVE_TOKENS = 3
 # passes over the rows per segment: the same shard under several part names
-PASSES = 40
+PASSES = 24
 SEGMENTS = 6
 MIN_ACCURACY = 0.95
 MIN_ACCEPTANCE_LENGTH = 3.5
