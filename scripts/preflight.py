@@ -66,13 +66,21 @@ def run(
         width = 1 if on_cpu else asked.gpus  # of the engine's tensor parallelism
         lines += draft_lines(target, config, width)
         lines += engine_lines(target, config, width, blind)
-        lines.append(files)
+        lines.insert(1, files)
     return sorted(lines, key=lambda line: SECTIONS.index(line.section))
 
 
 def small_files_line(target: Target) -> Line:
-    """Configuration, index and template of the target have their form: where not, no other line can be asked."""
-    return check("target", "small files", lambda: check_small_files(resolve_folder(here(target))))
+    """Configuration, index and template of the target have their form: where not, nothing else can be asked about it."""
+
+    def question() -> str:
+        try:
+            folder = resolve_folder(here(target))
+        except StageError as error:
+            raise Skipped("told by `folder`") from error
+        return check_small_files(folder)
+
+    return check("target", "small files", question)
 
 
 def draft_lines(target: Target, config: Config, gpus: int) -> list[Line]:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.eagle3.config import Target
+from scripts.eagle3.config import Draft, Target
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.estimate_facts import read_table, target_facts
+from scripts.eagle3.estimate_facts import active_parameters, draft_size, rate, read_table, target_facts
 from tests.planning_case import HARDWARE, FinishedParts, cpu, gpus, kimi_config, make, make_config, run_command
 from tests.preflight_case import copy_target, edit_json
 
@@ -231,3 +231,18 @@ def test_an_engine_that_is_slower_than_the_writer_is_its_own_bound(tmp_path: Pat
     extraction = make(make_config(target), cpu(tmp_path))["stages"]["extract_hidden_states"]["tokens_per_s"]
     assert (extraction["tokens_per_s"], extraction["how"]) == (407, "measured")
     assert extraction["source"].startswith("the engine: 506 rows")
+
+
+def test_speeds_of_the_benchmark_are_measured_for_its_shape_and_chosen_for_the_same_draft() -> None:
+    table = read_table(HARDWARE)
+    kimi = table.targets["kimi-k2.5"].config
+    shape = active_parameters({**kimi, "num_hidden_layers": 8})
+    own = rate(table, "prefill", "h200", 1, "kimi-k2.5-8layer", shape)
+    assert (own.tokens_per_s, own.how) == (pytest.approx(36610, rel=0.02), "measured")
+    # the whole model is nearer to the same shape on other hardware than to eight of its layers
+    assert rate(table, "prefill", "b300", 8, "kimi-k2.5", active_parameters(kimi)).source.startswith("kimi-k2.6 on 8 x rtx")
+    facts = target_facts(Target(path="/models/Kimi-K2.5", num_hidden_layers=61), table)
+    passed = 4 * draft_size(facts, Draft(preset="kimi-k2.5-llama"), 32000, 3).passed
+    train = rate(table, "train", "b300", 1, "kimi-k2.5", passed)
+    assert train.source.startswith("kimi-k2.5 on 1 x h200: benchmarks.kimi_k25_shape")
+    assert train.tokens_per_s == pytest.approx(12687 * 2.25e15 / 9.89e14 * table.scaling.safety, rel=0.02)
