@@ -30,7 +30,7 @@ rule plan:
         " --run {params.run:q}"
         " --storage {params.storage:q}"
         " --hardware {input.hardware:q}"
-        " --gpu-model {resources.gpu_model}"
+        " --gpu-model={resources.gpu_model:q}"
         " --gpus {resources.node_gpus}"
         " --nodes {resources.nodes}"
         " --max-num-seqs {resources.max_num_seqs}"

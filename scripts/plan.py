@@ -280,6 +280,22 @@ def money(value: float | None) -> str:
     return f"${value:,.0f}" if value else ""
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """StageError where a number, or the name of the hardware, cannot be meant."""
+    if not options.gpu_model.strip():
+        known = ", ".join(read_table(options.hardware).hardware)
+        raise StageError(f"--gpu-model is empty: expected one of {known}; set gpu_model of `plan` in the profile (GPU_MODEL)")
+    for name, least in {"gpus": 0, "nodes": 1, "max_num_seqs": 1, "training_gpus": 0}.items():
+        found = getattr(options, name)
+        if found is not None and found < least:
+            option = f"--{name.replace('_', '-')}"
+            raise StageError(f"{option} is {found}: expected at least {least}; mend it under `plan` in the profile")
+    if (options.gpu_model.lower() == "cpu") != (options.gpus == 0):
+        raise StageError(f"--gpu-model {options.gpu_model} with --gpus {options.gpus}: cpu has 0 GPUs, all others at least 1")
+    if options.training_gpus is not None and options.training_gpus > options.gpus:
+        raise StageError(f"--training-gpus is {options.training_gpus}: a node has {options.gpus} (--gpus); lower it")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see --help."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -293,8 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-num-seqs", type=int, default=128, help="as regenerate_responses is given")
     parser.add_argument("--training-gpus", type=int, help="GPUs that train_draft and select_checkpoint reserve; default: all")
     options = parser.parse_args(argv)
-    if (options.gpu_model.lower() == "cpu") != (options.gpus == 0):
-        raise StageError(f"--gpu-model {options.gpu_model} with --gpus {options.gpus}: cpu has 0 GPUs, all others at least 1")
+    check_options(options)
     place = Place(
         options.run,
         options.storage,

@@ -17,11 +17,12 @@ from pathlib import Path
 from scripts.draft_config import attention_shape, compare_with_target, decoder_config
 from scripts.eagle3.checks import Fault, Line, Skipped, check, refuse_red, table
 from scripts.eagle3.checks_backends import backend_lines
+from scripts.eagle3.checks_files import check_small_files
 from scripts.eagle3.checks_gpus import Asked, check_division, gpu_lines, list_gpus
 from scripts.eagle3.checks_place import disk_lines, production_lines
 from scripts.eagle3.checks_rendering import SAME_IDS, rendering_lines
 from scripts.eagle3.checks_software import check_eagle3_interface, feature_lines, version_lines
-from scripts.eagle3.checks_target import target_lines
+from scripts.eagle3.checks_target import here, target_lines
 from scripts.eagle3.checks_tokenizer import tokenizer_lines
 from scripts.eagle3.config import Config, Method, Production, Target
 from scripts.eagle3.errors import StageError
@@ -47,7 +48,8 @@ def run(
     """All lines, in the order of SECTIONS."""
     environment = os.environ.get("EAGLE3_ENV", "cpu")
     on_cpu = environment.startswith("cpu")
-    target, lines = target_lines(config)
+    files = small_files_line(config.target)
+    target, lines = (None, [files]) if files.state == "red" else target_lines(config)
     machine = gpu_lines(target, asked)
     lines += machine[:1] if on_cpu else machine  # devices that are only pretended, or not used, are counted
     lines += version_lines(environment, ROOT)
@@ -64,7 +66,21 @@ def run(
         width = 1 if on_cpu else asked.gpus  # of the engine's tensor parallelism
         lines += draft_lines(target, config, width)
         lines += engine_lines(target, config, width, blind)
+        lines.insert(1, files)
     return sorted(lines, key=lambda line: SECTIONS.index(line.section))
+
+
+def small_files_line(target: Target) -> Line:
+    """Configuration, index and template of the target have their form: where not, nothing else can be asked about it."""
+
+    def question() -> str:
+        try:
+            folder = resolve_folder(here(target))
+        except StageError as error:
+            raise Skipped("told by `folder`") from error
+        return check_small_files(folder)
+
+    return check("target", "small files", question)
 
 
 def draft_lines(target: Target, config: Config, gpus: int) -> list[Line]:
@@ -113,7 +129,7 @@ def engine_lines(target: Target, config: Config, gpus: int, blind: bool) -> list
     architecture = (read_json(resolve_folder(target) / "config.json").get("architectures") or [""])[0]
     try:
         head_dim = attention_shape(text_config(target), config.draft)[2]
-    except (StageError, KeyError):
+    except Exception:  # whatever a wrong value leads to
         head_dim = 128  # the draft's own line is red
     return [
         check("features", "EAGLE-3 interface", lambda: check_eagle3_interface(architecture)),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from scripts.eagle3.checks import Fault, Line, Skipped, check
 from scripts.eagle3.config import Target
 from scripts.eagle3.files import read_json
-from scripts.eagle3.gpus import FREE_MIB, ask_driver
+from scripts.eagle3.gpus import FREE_MIB, ask_driver, visible_devices
 from scripts.eagle3.target import INDEX, resolve_folder, text_config
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ class Gpu:
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs that this process may use; none where there is no driver. Fault where the driver does not answer."""
+    """The GPUs that this process may use; none where there is no driver. StageError where the driver does not answer."""
     if shutil.which("nvidia-smi") is None:
         return []
     gpus = []
@@ -47,10 +47,9 @@ def list_gpus() -> list[Gpu]:
         if not total.isdigit() or not used.isdigit():
             raise Skipped(f"the driver tells no memory of GPU {index} ({name})")
         gpus.append(Gpu(index, uuid, name, int(total), int(used), driver, capability))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return gpus
-    wanted = [device.strip() for device in visible.split(",") if device.strip()]
+    wanted = visible_devices()
     if any(device.startswith("MIG-") for device in wanted):
         raise Skipped("CUDA_VISIBLE_DEVICES names slices of a GPU (MIG)")
     return [gpu for gpu in gpus if any(device == gpu.index or gpu.uuid.startswith(device) for device in wanted)]
@@ -124,7 +123,7 @@ def check_budget(asked: Asked) -> None:
 
 def check_named_devices(asked: Asked) -> None:
     """Without a driver here: skipped where the jobs run elsewhere, or where enough devices are named nevertheless."""
-    named = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
+    named = visible_devices()
     if asked.elsewhere:
         raise Skipped("none here: checked at the head of each GPU job")
     if len(named) >= asked.gpus:

@@ -202,7 +202,7 @@ class Estimator:
         written = [self.finished.states_bytes(part) for part in parts]
         tokens, rows = total(part.tokens for part in parts), total(part.rows for part in parts)
         work = [part.tokens.value for part in parts]
-        speed = self._measured_rate(name, parts, done, work, self._prefill())
+        speed = self._measured_rate(name, parts, done, work, self._capture())
         open_share = [max(0.0, 1 - have / max(size, 1)) for have, size in zip(written, per_part, strict=True)]
         jobs = self._engine_jobs(name, parts, done, [a * b for a, b in zip(work, open_share, strict=True)], speed)
         # while a shard is assembled its batch files are still there; one such shard for each job that runs
@@ -233,7 +233,7 @@ class Estimator:
         states_missing = any(stage.left for stage in self.stages)
         done = [self.finished.trained(segment) and not states_missing for segment in range(settings.segments)]
         rows, tokens = total(part.rows for part in self.data.parts), total(part.tokens for part in self.data.parts)
-        speedup, validation = self.table.scaling["validation_speedup"], self.data.validation.tokens.value
+        speedup, validation = self.table.scaling.validation_speedup, self.data.validation.tokens.value
         work = tokens.value + validation / speedup
         passed = settings.ttt_steps * self.draft.passed
         speed = rate(self.table, "train", self.place.hardware, self._one_gpu, self.facts.name, passed)
@@ -257,7 +257,7 @@ class Estimator:
 
     def _select(self) -> StagePlan:
         tokens = self.data.validation.tokens
-        work = tokens.value * self.config.training.segments / self.table.scaling["validation_speedup"]
+        work = tokens.value * self.config.training.segments / self.table.scaling.validation_speedup
         start = self.machine.job_start_s + self.machine.training_start_s
         done = (self.place.run / "selected.json").is_file() and not self.stages[-1].left
         one = rate(
@@ -302,7 +302,7 @@ class Estimator:
         tokens, suites = self.data.evaluation.tokens, self.config.conversations.evaluation
         done = all((self.place.run / f"evaluation/simulated/{suite}.json").is_file() for suite in suites)
         done = done and not self.stages[-1].left
-        speed = self._prefill()
+        speed = self._capture()
         seconds = self.machine.job_start_s + self.engine_s + self.machine.training_start_s + tokens.value / speed.tokens_per_s
         job = self._job("simulate_acceptance", self._benchmark("simulate_acceptance"), seconds, done)
         states = tokens.value * len(self.layers) * self.facts.hidden_size * ITEMSIZE[self.config.target.dtype]
@@ -356,8 +356,15 @@ class Estimator:
     def _decode(self, concurrency: int) -> Rate:
         return rate(self.table, "decode", self.place.hardware, self.place.gpus, self.facts.name, self.active, concurrency)
 
-    def _prefill(self) -> Rate:
-        return rate(self.table, "prefill", self.place.hardware, self.place.gpus, self.facts.name, self.active)
+    def _capture(self) -> Rate:
+        """Of a job that stores states: the engine's speed, or that of the writer of states where it is slower."""
+        engine = rate(self.table, "prefill", self.place.hardware, self.place.gpus, self.facts.name, self.active)
+        writer = self.table.capture
+        bound = writer.bytes_per_s / self.state_bytes
+        if engine.tokens_per_s <= bound:
+            return engine._replace(source=f"the engine: {engine.source}")
+        said = f"the writer of states: {writer.bytes_per_s / 1e9:.2f} GB/s, {self.state_bytes:,} bytes a token"
+        return Rate(bound, "scaled", f"{said}; {writer.source}")
 
     def _benchmark(self, *names: str) -> Path:
         return self.place.run / "benchmarks" / ("/".join(names) + ".tsv")

@@ -6,6 +6,7 @@ evaluation suite; each figure says whether it was measured.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -84,6 +85,19 @@ class RunData:
         return [*self.parts, self.validation]
 
 
+@contextmanager
+def finished_file(path: Path) -> Iterator[None]:
+    """Around reading a file that the run has made: whatever a damaged one raises becomes a StageError that names it."""
+    try:
+        yield
+    except PermissionError as error:
+        raise StageError(f"{path}: cannot be read ({error.strerror}); mend its permissions, then run again") from error
+    except (StageError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        missing = f"no {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{path}: ")
+        said = missing.partition("\n")[0][:200] or type(error).__name__
+        raise StageError(f"{path}: not as its stage writes it ({said}): damaged; delete it, then run again") from error
+
+
 def run_data(config: Config, run: Path, text: Text) -> RunData:
     """Measured figures of the run where they are there and of this configuration, estimates for the rest."""
     notes: list[str] = []
@@ -112,7 +126,8 @@ def read_collected(config: Config, run: Path, names: list[str]) -> dict[str, Sam
     ledger = run / "conversations/ledger.json"
     if not ledger.is_file():
         return None
-    made_of = [(source["source"], source["limit"]) for source in read_json(ledger)["sources"]]
+    with finished_file(ledger):
+        made_of = [(source["source"], source["limit"]) for source in read_json(ledger)["sources"]]
     if made_of != [(source_name(source), source.limit) for source in config.conversations.train]:
         return None
     samples = {}
@@ -130,7 +145,7 @@ def sample_parquet(paths: list[Path]) -> Sample:
 
     rows, conversations = 0, []
     for path in paths:
-        with pq.ParquetFile(path) as file:
+        with finished_file(path), pq.ParquetFile(path) as file:
             rows += file.metadata.num_rows
             batches = file.iter_batches(batch_size=1024, columns=[CONVERSATIONS.field("messages").name])
             found = (row["messages"] for batch in batches for row in batch.to_pylist())
@@ -274,12 +289,13 @@ def measured_evaluation(config: Config, run: Path) -> dict[str, Figure] | None:
         path = run / f"evaluation/baseline/{suite}.json"
         if not path.is_file():
             return None
-        record = read_json(path)
-        if record["settings"]["max_tokens"] != config.evaluation.max_tokens:
-            return None
-        turns += len(record["requests"])
-        prompts += sum(len(request["prompt_ids"]) for request in record["requests"])
-        answers += sum(len(request["output_ids"]) for request in record["requests"])
+        with finished_file(path):
+            record = read_json(path)
+            if record["settings"]["max_tokens"] != config.evaluation.max_tokens:
+                return None
+            turns += len(record["requests"])
+            prompts += sum(len(request["prompt_ids"]) for request in record["requests"])
+            answers += sum(len(request["output_ids"]) for request in record["requests"])
     found = {"turns": turns, "rows": turns, "prompt_tokens": prompts, "answer_tokens": answers, "tokens": prompts + answers}
     return {key: Figure(value, True) for key, value in found.items()}
 
@@ -311,20 +327,36 @@ def measure(config: Config, run: Path, part: PartData) -> dict[str, Figure]:
         found["turns"] = Figure(sum(counts["turns_out"] for counts in answered), True)
         found["answer_tokens"] = Figure(sum(counts["response_tokens"] for counts in answered), True)
     if tokens_made(config, run, part.name):
-        counts = read_json(run / f"tokens/{part.name}/counts.json")
-        found |= {"rows": Figure(counts["rows"], True), "tokens": Figure(counts["tokens"], True)}
+        path = run / f"tokens/{part.name}/counts.json"
+        with finished_file(path):
+            counts = read_json(path)
+            rows, tokens = int(counts["rows"]), int(counts["tokens"])
+        check_token_shards(path.parent)
+        found |= {"rows": Figure(rows, True), "tokens": Figure(tokens, True)}
     return found
 
 
-def response_counts(config: Config, run: Path, part: str) -> Iterator[dict[str, Any]]:
-    """Counts of the part's answered shards that were answered as the configuration says."""
+def check_token_shards(folder: Path) -> None:
+    """StageError for one that is cut short: what describes a Parquet file stands at its end."""
+    import pyarrow.parquet as pq
+
+    for path in sorted(folder.glob("shard-*.parquet")):
+        with finished_file(path):
+            pq.read_metadata(path)
+
+
+def response_counts(config: Config, run: Path, part: str) -> Iterator[dict[str, int]]:
+    """Turns and answer tokens of the part's answered shards that were answered as the configuration says."""
     if config.responses == "given":
         return
     for shard in range(config.scatter.shards_per_part):
         path = run / f"responses/{part}/shard-{shard}.parquet"
         if path.is_file():
-            provenance, counts = read_provenance(path)
-            if answered_as(config, provenance["responses"]) and provenance["rows"] == config.rows.model_dump():
+            with finished_file(path):
+                provenance, counts = read_provenance(path)
+                responses, rows = dict(provenance["responses"]), provenance["rows"]
+                counts = {name: int(counts[name]) for name in ("turns_out", "response_tokens")}
+            if answered_as(config, responses) and rows == config.rows.model_dump():
                 yield counts
 
 
@@ -344,10 +376,10 @@ def tokens_made(config: Config, run: Path, part: str) -> bool:
     path = run / f"tokens/{part}/counts.json"
     if not path.is_file():
         return False
-    provenance = read_json(path)["provenance"]
-    if provenance["tokens"]["max_length"] != config.rows.max_length:
+    with finished_file(path):
+        provenance = read_json(path)["provenance"]
+        longest, made_of = provenance["tokens"]["max_length"], provenance["responses"]
+        responses = None if "given" in made_of else dict(made_of["responses"])
+    if longest != config.rows.max_length:
         return False
-    given = config.responses == "given"
-    return given == ("given" in provenance["responses"]) and (
-        config.responses == "given" or answered_as(config, provenance["responses"]["responses"])
-    )
+    return config.responses == "given" if responses is None else answered_as(config, responses)

@@ -4,13 +4,15 @@ In: the configuration, the run's folder, the root of the states' store. Out: per
 finished; bytes on disk; seconds from Snakemake's benchmark files.
 """
 
+import math
 import os
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.eagle3.config import Config
-from scripts.eagle3.estimate_data import PartData, tokens_made
+from scripts.eagle3.estimate_data import PartData, finished_file, tokens_made
 from scripts.eagle3.files import read_json
 from scripts.eagle3.layers import captured_layer_ids
 from scripts.train_draft import NOT_SCIENCE
@@ -38,9 +40,17 @@ class Finished:
             return False
         if not all((folder / f"shard-{shard}.pt").is_file() for shard in range(self.config.scatter.shards_per_part)):
             return False
-        manifest = read_json(folder / "manifest.json")
-        rows = sum(entry["rows_in"] for entry in manifest["shards"])
-        return bool(manifest["provenance"]["layer_ids"] == self.layers and rows == part.rows.value)
+        with finished_file(folder / "manifest.json"):
+            manifest = read_json(folder / "manifest.json")
+            rows = sum(entry["rows_in"] for entry in manifest["shards"])
+            if manifest["provenance"]["layer_ids"] != self.layers or rows != part.rows.value:
+                return False
+        for shard in range(self.config.scatter.shards_per_part):
+            path = folder / f"shard-{shard}.pt"
+            with finished_file(path):
+                if not zipfile.is_zipfile(path):  # the list of an archive's contents stands at its end
+                    raise ValueError(f"cut short at {path.stat().st_size} bytes")
+        return True
 
     def states_bytes(self, part: PartData) -> int:
         """Bytes of the part's states: the delivered ones, or else what the store holds for these layers."""
@@ -51,36 +61,46 @@ class Finished:
 
     def _of_these_layers(self, store: Path) -> bool:
         path = store / "provenance.json"
-        return path.is_file() and read_json(path).get("layer_ids") == self.layers
+        with finished_file(path):
+            return path.is_file() and read_json(path).get("layer_ids") == self.layers
 
     def trained(self, segment: int) -> bool:
         """Whether the segment's checkpoint is there and was trained with these settings."""
         path = self.run / f"checkpoints/{segment}.json"
         settings = self.config.training.model_dump(exclude=NOT_SCIENCE)
-        return path.is_file() and bool(read_json(path)["provenance"]["training"] == settings)
+        with finished_file(path):
+            return path.is_file() and bool(read_json(path)["provenance"]["training"] == settings)
 
     def evaluated(self, method: str) -> bool:
         """Whether the method's results of every suite are there, with this answer length."""
         for suite in self.config.conversations.evaluation:
             path = self.run / f"evaluation/{method}/{suite}.json"
-            if not path.is_file() or read_json(path)["settings"]["max_tokens"] != self.config.evaluation.max_tokens:
-                return False
+            with finished_file(path):
+                if not path.is_file() or read_json(path)["settings"]["max_tokens"] != self.config.evaluation.max_tokens:
+                    return False
         return True
 
     def undisturbed(self, stage: str, part: str) -> bool:
         """Whether one job has made the part from beginning to end, so that its seconds are those of the whole part."""
         root = self.states if stage == STATES_STAGE else self.run / "store"
-        found = (root / stage).glob(f"*/{part}/attempts.jsonl")
-        # an attempt is recorded when it starts and once more when it ends
-        return sum(sum('"ended"' not in line for line in path.read_text().splitlines()) for path in found) == 1
+        count = 0
+        for path in (root / stage).glob(f"*/{part}/attempts.jsonl"):
+            with finished_file(path):
+                # an attempt is recorded when it starts and once more when it ends
+                count += sum('"ended"' not in line for line in path.read_text(encoding="utf-8").splitlines())
+        return count == 1
 
 
 def benchmark_seconds(path: Path) -> float | None:
     """Seconds of a job, from its Snakemake benchmark file; None without one."""
     if not path.is_file():
         return None
-    lines = path.read_text().splitlines()
-    return float(lines[1].split("\t")[0]) if len(lines) > 1 else None
+    with finished_file(path):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        seconds = float(lines[1].split("\t")[0]) if len(lines) > 1 else None
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise ValueError(f"{seconds} seconds")
+        return seconds
 
 
 def unique_bytes(paths: Iterable[Path], follow: bool = False) -> int:

@@ -8,32 +8,37 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from scripts.draft_config import decoder_config
+from scripts.eagle3.checks_files import TextConfig, check_small_files, first_fault
 from scripts.eagle3.config import Draft, Section, Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
 from scripts.eagle3.target import text_config
 
 Stage = Literal["decode", "prefill", "train"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# of hardware and targets: compared without regard to case
+Name = Annotated[str, StringConstraints(to_lower=True, min_length=1)]
 
 
 class Machine(Section):
     """One kind of hardware; for `cpu` a device is the whole machine."""
 
     source: str
-    memory_bytes_per_s: float
-    flops: float
-    price_per_gpu_hour: float | None = None
+    memory_bytes_per_s: Positive
+    flops: Positive
+    price_per_gpu_hour: Amount | None = None
     price_source: str = ""
-    engine_start_s: float
-    weight_bytes_per_s: float
-    job_start_s: float
-    training_start_s: float
+    engine_start_s: Amount
+    weight_bytes_per_s: Positive
+    job_start_s: Amount
+    training_start_s: Amount
 
 
 class MeasuredRate(Section):
@@ -43,12 +48,12 @@ class MeasuredRate(Section):
     """
 
     stage: Stage
-    hardware: str
-    gpus: int
-    target: str
-    work: float
-    tokens_per_s: float
-    concurrency: int | None = None
+    hardware: Name
+    gpus: Annotated[int, Field(ge=0)]
+    target: Name
+    work: Positive
+    tokens_per_s: Positive
+    concurrency: Annotated[int, Field(gt=0)] | None = None
     source: str
 
 
@@ -56,11 +61,11 @@ class Text(Section):
     """How a target writes: tokens of its chat template, characters per token, mean length of an answer without a limit."""
 
     source: str
-    characters_per_token: float
-    template_tokens_per_conversation: float
-    template_tokens_per_turn: float
+    characters_per_token: Positive
+    template_tokens_per_conversation: Amount
+    template_tokens_per_turn: Amount
     # None: not known, every answer is taken to be as long as responses.max_tokens allows
-    mean_answer_tokens: float | None = None
+    mean_answer_tokens: Positive | None = None
     rewrites_history: bool = False
 
 
@@ -68,49 +73,80 @@ class KnownTarget(Section):
     """A target that may not be on this machine: the keys of its config.json that sizes depend on, and its weights."""
 
     source: str
-    weight_bytes: float
+    weight_bytes: Positive
     config: dict[str, Any]
     text: Text
+
+    @field_validator("config")
+    @classmethod
+    def _form(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            TextConfig.model_validate(value)
+        except ValidationError as error:
+            raise ValueError("".join(first_fault(error))) from None
+        return value
 
 
 class Disk(Section):
     """Bytes of files whose size is not plain arithmetic."""
 
     source: str
-    file: float
-    conversation_per_character: float
-    response_per_token: float
-    answer_record_per_token: float
-    answer_record: float
-    row_per_token: float
-    row: float
-    evaluation_per_token: float
-    metrics_per_step: float
-    count_per_distinct_token: float
-    job: float
-    report: float
+    file: Amount
+    conversation_per_character: Amount
+    response_per_token: Amount
+    answer_record_per_token: Amount
+    answer_record: Amount
+    row_per_token: Amount
+    row: Amount
+    evaluation_per_token: Amount
+    metrics_per_step: Amount
+    count_per_distinct_token: Amount
+    job: Amount
+    report: Amount
 
 
 class CpuWork(Section):
     """Rates of the stages that load no model, on one core."""
 
     source: str
-    fetch_demo_target_s: float
-    collect_rows_per_s: float
-    tokenize_tokens_per_s: float
-    read_bytes_per_s: float
+    fetch_demo_target_s: Amount
+    collect_rows_per_s: Positive
+    tokenize_tokens_per_s: Positive
+    read_bytes_per_s: Positive
+
+
+class Scaling(Section):
+    """How a measured speed is carried over."""
+
+    safety: Annotated[float, Field(gt=0, le=1)]
+    validation_speedup: Positive
+
+
+class Capture(Section):
+    """The writer of hidden states: one in each extraction, whatever the number of GPUs."""
+
+    bytes_per_s: Positive
+    source: str
 
 
 class Table(Section):
     """config/hardware.yaml."""
 
-    scaling: dict[Literal["safety", "validation_speedup"], float]
-    hardware: dict[str, Machine]
+    scaling: Scaling
+    hardware: dict[Name, Machine]
     rates: list[MeasuredRate]
-    targets: dict[str, KnownTarget]
+    capture: Capture
+    targets: dict[Name, KnownTarget]
     unknown_text: Text
     disk: Disk
     cpu_work: CpuWork
+
+    @model_validator(mode="after")
+    def _rates_of_known_hardware(self) -> "Table":
+        for number, entry in enumerate(self.rates):
+            if entry.hardware not in self.hardware:
+                raise ValueError(f"rates.{number}: no hardware named {entry.hardware}, there are {', '.join(self.hardware)}")
+        return self
 
     def machine(self, model: str) -> Machine:
         """The entry of a GPU model, or of `cpu`."""
@@ -124,13 +160,14 @@ def read_table(path: Path) -> Table:
     """The table; a wrong entry is a StageError that names it."""
     try:
         return Table.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise StageError(f"{path}: no such file; it is part of the repository") from None
-    except yaml.YAMLError as error:
-        raise StageError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from error
+    except OSError as error:
+        raise StageError(f"{path}: cannot be read ({error.strerror}); it is a file of the repository: restore it") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise StageError(f"{path}: not valid YAML ({said}); mend it, or restore it from the repository") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        raise StageError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; mend this entry") from None
+        where, said = first_fault(error)
+        raise StageError(f"{path}: {where}{said}; mend this entry") from None
 
 
 @dataclass(frozen=True)
@@ -159,6 +196,7 @@ def target_facts(target: Target, table: Table) -> TargetFacts:
     known, folder = table.targets.get(name), Path(target.path)
     text = known.text if known else table.unknown_text
     if (folder / "config.json").is_file():
+        check_small_files(folder)
         config = text_config(target)
         wide = "float32" in str(config.get("dtype") or config.get("torch_dtype"))
         return TargetFacts(name, f"{folder}/config.json", config, weight_bytes(folder), 4 if wide else 2, text)
@@ -179,7 +217,9 @@ def weight_bytes(folder: Path) -> int:
     """Bytes of a checkpoint: what its index says, else its files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return int(read_json(index)["metadata"]["total_size"])
+        said = (read_json(index).get("metadata") or {}).get("total_size")
+        if isinstance(said, int | float):
+            return int(said)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -196,9 +236,9 @@ def active_parameters(config: Mapping[str, Any]) -> float:
         width = config.get("head_dim") or hidden // heads
         attention = 2 * hidden * width * (heads + (config.get("num_key_value_heads") or heads))
     dense = config.get("first_k_dense_replace", 0) if config.get("n_routed_experts") else layers
-    experts = config.get("num_experts_per_tok", 0) + (config.get("n_shared_experts") or 0)
-    routed = experts * config.get("moe_intermediate_size", 0)
-    mlp = 3 * hidden * (dense * config.get("intermediate_size", 0) + (layers - dense) * routed)
+    experts = (config.get("num_experts_per_tok") or 0) + (config.get("n_shared_experts") or 0)
+    routed = experts * (config.get("moe_intermediate_size") or 0)
+    mlp = 3 * hidden * (dense * (config.get("intermediate_size") or 0) + (layers - dense) * routed)
     return float(layers * attention + mlp + hidden * config["vocab_size"])
 
 
@@ -263,6 +303,6 @@ def rate(
     if near and best.target == target and 0.95 < factor < 1.05:
         return Rate(best.tokens_per_s * factor, "measured", best.source)
     if not near:
-        factor *= table.scaling["safety"]
+        factor *= table.scaling.safety
     source = f"{best.target} on {best.gpus or ''}{' x ' if best.gpus else ''}{best.hardware}: {best.source}"
     return Rate(best.tokens_per_s * factor, "scaled", source)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -21,20 +21,39 @@ from scripts.eagle3.errors import StageError
 # not $TMPDIR, which differs between users and jobs
 LEASES = Path("/tmp/eagle3-flow-gpus")
 NO_DEVICES = ("", "-1", "NoDevFiles")
+# an index, a UUID (GPU-, MIG-; older drivers write MIG-GPU-UUID/1/0), or a plain word for a pretended device
+DEVICE = re.compile(r"0|[1-9][0-9]{0,3}|MIG-[A-Za-z0-9-]{1,80}(/[0-9]{1,3}){0,2}|(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+NO_WORDS = ("all", "none", "void")  # they mean something to container runtimes only
 FREE_MIB = 1024  # drivers and desktops keep a few hundred MiB
 POLL_S = 0.2
 MEMORY_POLL_S = 1.0
 
 
 def visible_devices() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES names, else the indices that the driver lists; empty without a GPU."""
+    """What CUDA_VISIBLE_DEVICES names, else the indices that the driver lists; empty without a GPU.
+
+    StageError where it names something that is no device, or a device twice.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
-        return [] if given.strip() in NO_DEVICES else [device.strip() for device in given.split(",") if device.strip()]
+        devices = [] if given.strip() in NO_DEVICES else [device.strip() for device in given.split(",")]
+        for device in devices:
+            if not DEVICE.fullmatch(device) or device.lower() in NO_WORDS:
+                raise _no_device(f"{device[:40]!r} is no device")
+            if devices.count(device) > 1:
+                raise _no_device(f"device {device} is named {devices.count(device)} times")
+        return devices
     if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     return re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
+
+
+def _no_device(found: str) -> StageError:
+    return StageError(
+        f"CUDA_VISIBLE_DEVICES on {socket.gethostname()}: {found}; expected different indices, GPU- or MIG- names, e.g. 0,1,2"
+        " (`nvidia-smi -L` lists them)"
+    )
 
 
 @contextmanager
@@ -65,6 +84,8 @@ def granted(wanted: int, required: int, folder: Path = LEASES) -> Iterator[list[
 def lease(pool: Sequence[str], count: int, folder: Path = LEASES) -> Iterator[list[str]]:
     """Holds `count` devices of `pool` that no other process on this machine holds; waits for them, first come first served."""
     names = _lock_names(pool)
+    if len(set(names.values())) < len(pool):
+        raise _no_device(f"{','.join(pool)} name a device twice")
     held: dict[str, IO[str]] = {}
     with ExitStack() as files:
         # only who holds the order collects devices: two that each hold a half would wait for ever
@@ -79,18 +100,22 @@ def lease(pool: Sequence[str], count: int, folder: Path = LEASES) -> Iterator[li
 
 
 def open_shared(folder: Path, name: str) -> IO[str]:
-    """Opens a lock file that every user of the machine can lock."""
-    if not folder.is_dir():
-        folder.mkdir(exist_ok=True)
-        folder.chmod(0o1777)
+    """Opens a lock file that every user of the machine can lock; StageError where the file system does not let us."""
     path = folder / name
     try:
+        if not folder.is_dir():
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o1777)
         if not path.exists():
             path.touch()
             path.chmod(0o666)
         return open(path, "r+", encoding="utf-8")  # without O_CREAT: Linux refuses it for another user's file there
     except PermissionError as error:
         raise StageError(f"{path}: cannot open the lock ({error.strerror}); its owner runs: chmod 666 {path}") from error
+    except OSError as error:
+        raise StageError(
+            f"{path}: cannot open the lock ({error.strerror}); {folder} must be a folder with room on a writable disk"
+        ) from error
 
 
 def take(file: IO[str]) -> bool:
@@ -99,10 +124,9 @@ def take(file: IO[str]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    file.seek(0)
-    file.truncate()
-    file.write(f"pid {os.getpid()} in {Path.cwd()}\n")
-    file.flush()
+    with suppress(OSError):  # for people to read: on a full disk the lock holds without it
+        os.ftruncate(file.fileno(), 0)
+        os.pwrite(file.fileno(), f"pid {os.getpid()} in {Path.cwd()}\n".encode(), 0)
     return True
 
 
@@ -124,7 +148,7 @@ def _lock_names(pool: Sequence[str]) -> dict[str, str]:
         rows = ask_driver("--query-gpu=uuid,index")
         by_uuid = {row[0]: row[1] for row in rows}
     full = {device: next((uuid for uuid in by_uuid if uuid.startswith(device)), device) for device in pool}
-    return {device: f"gpu-{by_uuid.get(full[device], device)}" for device in pool}
+    return {device: f"gpu-{by_uuid.get(full[device], device).replace('/', '-')}" for device in pool}
 
 
 def wait_for_memory(devices: Sequence[str], timeout_s: float) -> None:
@@ -163,5 +187,6 @@ def ask_driver(*query: str) -> list[list[str]]:
     """Rows of fields that nvidia-smi answers; StageError where it fails."""
     done = subprocess.run(["nvidia-smi", *query, "--format=csv,noheader,nounits"], capture_output=True, text=True)
     if done.returncode:
-        raise StageError(f"nvidia-smi failed: {(done.stdout + done.stderr).strip()}; mend the driver, then run again")
+        said = " ".join((done.stdout + done.stderr).split())
+        raise StageError(f"nvidia-smi failed: {said}; mend the driver, then run again")
     return [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]

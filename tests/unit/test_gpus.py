@@ -157,6 +157,59 @@ def test_too_few_gpus_are_refused_before_the_command_starts(environment, tmp_pat
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        ("0,0,1", "device 0 is named 2 times"),
+        ("0,-1,1", "'-1' is no device"),
+        ("00,0", "'00' is no device"),
+        ("0,,1", "'' is no device"),
+        ("a b", "'a b' is no device"),
+        ("all", "'all' is no device"),
+        ("none", "'none' is no device"),
+        ("GPU-abc/def", "'GPU-abc/def' is no device"),
+        ("x" * 300, f"'{'x' * 40}' is no device"),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1])
+def test_what_names_no_devices_is_refused_at_once(environment, visible, found, count):
+    code, printed = finished(on_gpus({**environment, "CUDA_VISIBLE_DEVICES": visible}, count, 0, "true"))
+    assert code == 1
+    assert printed.startswith("on_gpus: error: CUDA_VISIBLE_DEVICES on ") and printed.count("\n") == 1
+    assert found in printed and "`nvidia-smi -L` lists them" in printed
+
+
+@pytest.mark.parametrize(
+    "device", ["0", "17", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-8932f9", "MIG-GPU-8932f937/1/0", "pretended_0.a-1"]
+)
+def test_each_kind_of_name_is_granted(monkeypatch, tmp_path, device):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", device)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with gpus.granted(1, 1, tmp_path) as devices:
+        assert devices == [device]
+
+
+def test_one_gpu_under_two_names_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/bash\necho 'GPU-8932f937-d72c, 3'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(StageError, match="3,GPU-8932 name a device twice"), gpus.lease(["3", "GPU-8932"], 1, tmp_path):
+        pass
+
+
+def test_leases_that_cannot_be_kept_say_where(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StageError, match=rf"{tmp_path}/file/order: cannot open the lock \(File exists\); .* must be a folder"):
+        gpus.open_shared(tmp_path / "file", "order")
+    with pytest.raises(StageError, match=r"cannot open the lock \(File name too long\)"):
+        gpus.open_shared(tmp_path, "x" * 300)
+
+
+def test_a_lock_holds_on_a_full_disk(tmp_path):
+    with open("/dev/full", "r+", encoding="utf-8") as file:
+        assert gpus.take(file)
+
+
 def test_slurm_devices_are_taken_as_they_are(environment, tmp_path):
     # two jobs on one node may both see devices 0 to 7, each its own
     with python(HOLDER, gpus.LEASES, 8, environment["CUDA_VISIBLE_DEVICES"]) as holder:

@@ -75,6 +75,13 @@ def test_eight_free_gpus_of_one_kind_are_green_and_named(driver, tiny_llama):
     assert f"8 x {RTX}, 97887 MiB each, compute capability 12.0" in line(lines, "GPUs").found
 
 
+@pytest.mark.parametrize("visible", ["0,0", "0,all"])
+def test_what_names_no_devices_is_red(driver, tiny_llama, monkeypatch, visible):
+    driver(*[gpu()] * 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert_red(line(ask(tiny_llama, 2), "GPUs"), "CUDA_VISIBLE_DEVICES", "nvidia-smi -L")
+
+
 def test_fewer_gpus_than_a_job_gets_are_red(driver, tiny_llama):
     driver(*[gpu()] * 6)
     assert_red(line(ask(tiny_llama, 8), "GPUs"), "6 GPUs", "8", "nvidia-smi -L")

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from scripts.eagle3.checks_gpus import Asked
 from scripts.eagle3.checks_target import INDEX, SINGLE, read_header, target_lines
 from scripts.eagle3.checks_tokenizer import check_special_tokens, tokenizer_lines
 from scripts.eagle3.config import Target
 from scripts.eagle3.target import load_tokenizer
-from scripts.preflight import draft_lines
+from scripts.preflight import draft_lines, run, small_files_line
 from tests.preflight_case import assert_red, config_for, copy_target, edit_json, line
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -185,6 +186,84 @@ def test_family_without_whole_states_is_red(copy):
 def test_rows_beyond_the_context_are_red(copy):
     found = target_lines(config_for(copy, rows={"max_length": 4096}))[1]
     assert_red(line(found, "captured states"), "rows.max_length")
+
+
+# -- form of the small files -------------------------------------------------------------------------------------------
+
+
+def test_small_files_in_order_are_green(sharded, tiny_kimi):
+    for target in (sharded, tiny_kimi):
+        found = small_files_line(target)
+        assert found.state == "green" and found.found.startswith("config.json, generation_config.json")
+
+
+def test_a_missing_folder_is_left_to_its_own_line(copy):
+    shutil.rmtree(copy.path)
+    assert small_files_line(copy).state == "skipped"
+
+
+@pytest.mark.parametrize("value", ["[]", "null", "1", "{", "\udc80"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", INDEX])
+def test_small_file_that_is_no_object_is_named(sharded, name, value):
+    path = Path(sharded.path) / name
+    path.write_bytes(value.encode(errors="surrogateescape"))
+    assert_red(small_files_line(sharded), str(path), "fetch the target again")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "words"),
+    [
+        ("config.json", "num_attention_heads", None, "expected a valid integer, found null"),
+        ("config.json", "num_attention_heads", "x", 'found "x"'),
+        ("config.json", "num_attention_heads", -4, "found -4"),
+        ("config.json", "num_attention_heads", 10**6, "num_attention_heads is 1000000, hidden_size"),
+        ("config.json", "num_key_value_heads", 0, "expected greater than 0, found 0"),
+        ("config.json", "hidden_size", "64", 'found "64"'),
+        ("config.json", "kv_lora_rank", 512, "qk_nope_head_dim is missing"),
+        ("config.json", "rope_parameters", {"rope_type": "zz"}, "found zz"),
+        ("config.json", "rope_scaling", {"type": "zz", "factor": 2}, "found zz"),
+        ("config.json", "rope_parameters", {"full_attention": {"rope_type": "zz"}}, "found zz"),
+        ("config.json", "text_config", None, "expected an object, found null"),
+        ("config.json", "text_config", {}, "hidden_size: is missing"),
+        ("config.json", "architectures", "LlamaForCausalLM", "architectures: "),
+        ("generation_config.json", "eos_token_id", "x", "expected a token id or a list of them"),
+        ("generation_config.json", "eos_token_id", 1.5, "found 1.5"),
+        ("generation_config.json", "eos_token_id", [], "found []"),
+        ("generation_config.json", "temperature", "hot", "temperature: expected a valid number"),
+        (INDEX, "weight_map", [], "weight_map: "),
+        (INDEX, "weight_map", {}, "weight_map: "),
+        (INDEX, "weight_map", {"a": 1}, "weight_map.a: "),
+    ],
+)
+def test_value_of_another_kind_is_named(sharded, name, key, value, words):
+    path = Path(sharded.path) / name
+    edit_json(path, lambda values: values.update({key: value}))
+    assert_red(small_files_line(sharded), f"{path}: {key}", words, "mend the file, or fetch the target again")
+
+
+def test_index_without_weights_is_named(sharded):
+    edit_json(Path(sharded.path) / INDEX, lambda values: values.pop("weight_map"))
+    assert_red(small_files_line(sharded), f"{INDEX}: weight_map: is missing")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("", "is empty"), ("Hello!", "never mentions `messages`"), (None, "expected a file, found a folder")]
+)
+def test_template_that_renders_nothing_is_named(copy, text, words):
+    path = Path(copy.path) / "chat_template.jinja"
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_text(text)
+    assert_red(small_files_line(copy), str(path), words, "mend the chat template")
+
+
+def test_a_small_file_without_its_form_is_the_only_red_line_about_the_target(copy, tmp_path):
+    edit_json(Path(copy.path) / "config.json", lambda config: config.update(num_attention_heads=None))
+    lines = run(config_for(copy), tmp_path / "run", tmp_path / "store", Asked(0))
+    red = [each for each in lines if each.state == "red"]
+    assert [each.name for each in red] == ["small files"]
+    assert {each.state for each in lines if each.section in ("tokenizer", "draft")} == {"skipped"}
 
 
 # -- tokenizer --------------------------------------------------------------------------------------------------------

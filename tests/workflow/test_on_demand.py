@@ -47,6 +47,14 @@ def test_plan_of_the_hero_run_fails_on_a_disk_that_cannot_hold_it(checkout):
     assert printed.index("GPU-hours") < printed.index("plan: error: ")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "line"), [("", "--gpu-model is empty: expected"), ("b300 x", "no hardware named b300 x")])
+def test_a_gpu_model_that_is_none_is_one_line(checkout, model, line):
+    printed = checkout.snakemake("--profile", "b300-cluster", "plan", succeeds=False, environment={"GPU_MODEL": model})
+    assert "plan: error: " in printed and line in printed
+    assert "usage: " not in printed
+
+
 def test_preflight_is_green_before_the_demo_target_is_made(checkout):
     printed = checkout.snakemake("--cores", "all", "preflight")
     assert "green" in printed and " red " not in printed
