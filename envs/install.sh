@@ -21,7 +21,7 @@ fail() { echo "envs/install.sh: $*" >&2; exit 1; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 name=${1:-}
 lock=$root/envs/$name.lock
-[[ -n $name && -f $lock ]] || fail "expected a name with a lock in envs/: $(cd "$root/envs" && echo *.lock); got '$name'"
+[[ -n $name && -f $lock ]] || fail "expected one of: $(cd "$root/envs" && basename -s .lock -a ./*.lock | xargs); got '$name'"
 
 digest=$(cat "$lock" "${BASH_SOURCE[0]}" | sha256sum | cut -c1-12)
 cache=$(realpath -ms "${EAGLE3_CACHE:-$HOME/.cache/eagle3-flow}")/envs

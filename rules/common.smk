@@ -4,6 +4,7 @@
 # change reruns exactly what depends on it; what only changes speed or place stands in `resources`, which profiles set.
 
 import sys
+import time
 from pathlib import Path
 from shlex import join
 
@@ -18,6 +19,7 @@ try:
 except StageError as error:
     raise WorkflowError(str(error))
 
+STARTED = time.time()
 RUN = f"results/{CONFIG.run}"
 PARTS = [f"part-{part}" for part in range(CONFIG.scatter.parts)]
 SHARDS = range(CONFIG.scatter.shards_per_part)
@@ -64,7 +66,13 @@ def folder(files, up=1):
 def target_manifest():
     """The manifest of a target that this workflow makes; nothing for a target that lies elsewhere."""
     path = CONFIG.target.path
-    return [local(f"{path}/manifest.json")] if path.startswith("results/targets/") else []
+    if not path.startswith("results/targets/"):
+        return []
+    if path != "results/targets/smollm2-135m":
+        raise WorkflowError(
+            f"target.path is {path}: results/targets/ is for what this workflow makes; put yours elsewhere"
+        )
+    return [local(f"{path}/manifest.json")]
 
 
 def answered_rows(wildcards):
@@ -119,7 +127,7 @@ def preflight_options():
 
 
 def stage_errors():
-    """The error lines in the logs of this run: a failed stage says in one line what was wrong."""
-    logs = sorted(Path(RUN, "logs").rglob("*.log"))
+    """The error lines of the jobs that ran now: a failed stage says in one line what was wrong."""
+    logs = sorted(log for log in Path(RUN, "logs").rglob("*.log") if log.stat().st_mtime >= STARTED)
     lines = [line for log in logs for line in log.read_text(errors="replace").splitlines() if ": error: " in line]
     return [f"\n{line}" for line in lines]

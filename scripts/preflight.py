@@ -18,13 +18,14 @@ from scripts.draft_config import attention_shape, compare_with_target, decoder_c
 from scripts.eagle3.checks import Fault, Line, Skipped, check, refuse_red, table
 from scripts.eagle3.checks_backends import backend_lines
 from scripts.eagle3.checks_files import check_small_files
-from scripts.eagle3.checks_gpus import Asked, check_division, gpu_lines, list_gpus
+from scripts.eagle3.checks_gpus import Asked, check_division, check_scheduler, gpu_lines, list_gpus
 from scripts.eagle3.checks_place import disk_lines, production_lines
 from scripts.eagle3.checks_rendering import SAME_IDS, rendering_lines
 from scripts.eagle3.checks_software import check_eagle3_interface, feature_lines, version_lines
 from scripts.eagle3.checks_target import here, target_lines
 from scripts.eagle3.checks_tokenizer import tokenizer_lines
 from scripts.eagle3.config import Config, Method, Production, Target
+from scripts.eagle3.conversations import check_source
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
 from scripts.eagle3.gpus import LEASES
@@ -35,7 +36,7 @@ from scripts.evaluate_method import read_third_party
 from scripts.extract_target_head import check_plain_head
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = ("machine", "versions", "features", "target", "tokenizer", "draft", "disk", "production")
+SECTIONS = ("machine", "versions", "features", "target", "tokenizer", "draft", "conversations", "disk", "production")
 
 
 def run(
@@ -51,10 +52,13 @@ def run(
     files = small_files_line(config.target)
     target, lines = (None, [files]) if files.state == "red" else target_lines(config)
     machine = gpu_lines(target, asked)
+    if asked.elsewhere:
+        lines.append(check("machine", "scheduler", check_scheduler))
     lines += machine[:1] if on_cpu else machine  # devices that are only pretended, or not used, are counted
     lines += version_lines(environment, ROOT)
     blind = not on_cpu and not _sees_gpu()
     lines += feature_lines(environment, ROOT, blind)
+    lines.append(check("conversations", "sources", lambda: check_sources(config)))
     lines += disk_lines(run_folder, storage)
     lines += production_lines(production)
     if target is None:
@@ -175,6 +179,14 @@ def check_tensor_parallel(target: Target, config: Config, gpus: int) -> str:
     text = text_config(target)
     layer = decoder_config(text, config.draft)
     return f"{check_division(text, gpus, 'target')}, {check_division(layer, gpus, 'draft')}"
+
+
+def check_sources(config: Config) -> str:
+    """Files and folders of conversations are there; ids of data sets are fetched by the job that reads them."""
+    sources = [*config.conversations.train, *config.conversations.evaluation.values()]
+    for source in sources:
+        check_source(source)
+    return f"{len(sources)} sources"
 
 
 def leased_gpus(folder: Path = LEASES) -> frozenset[str]:

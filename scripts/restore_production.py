@@ -22,7 +22,7 @@ def run(folder: Path) -> str:
     """Restores what a killed run has left in `folder`; returns what was done, as one line."""
     state = read_state(folder)
     if state is None:
-        return "nothing to restore: no run that was killed has left its state here"
+        return f"nothing to restore: no run that was killed has left its state here; {_clear_lock(folder)}"
     status = state.run.status()
     if status == "alive":
         raise StageError(f"{state.run} is alive: it brings the server back when it ends; end it with: kill {state.run.pid}")

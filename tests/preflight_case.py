@@ -9,13 +9,18 @@ from typing import Any
 from scripts.eagle3.checks import Line
 from scripts.eagle3.config import Config, Target
 
+DATA = Path(__file__).parents[1] / "config/data"
+
 
 def config_for(target: Target, **sections: Any) -> Config:
     """A configuration that is in order for the tiny targets; sections replace its own."""
     values: dict[str, Any] = {
         "run": "checked",
         "target": target.model_dump(),
-        "conversations": {"train": [{"path": "train.jsonl"}], "evaluation": {"suite": {"path": "eval.jsonl"}}},
+        "conversations": {
+            "train": [{"path": str(DATA / "train/questions.jsonl")}],
+            "evaluation": {"suite": {"path": str(DATA / "eval/everyday.jsonl")}},
+        },
         "rows": {"max_length": 256},
         "vocabulary": {"draft_vocab_size": 512},
     }

@@ -110,6 +110,14 @@ def check_gpus(target: Target, memory_percent: int = 90) -> None:
         return
 
 
+def check_scheduler() -> str:
+    """Slurm's commands are here, where the jobs are submitted from."""
+    missing = [command for command in ("sbatch", "squeue", "sacct", "scancel") if shutil.which(command) is None]
+    if missing:
+        raise Fault(f"{', '.join(missing)} not on PATH", "start the run where Slurm's commands are, or take another profile")
+    return "Slurm's commands are on PATH"
+
+
 def check_budget(asked: Asked) -> None:
     """Jobs of the target get as many GPUs as the config wants."""
     if asked.gpus < asked.min_gpus:

@@ -13,7 +13,10 @@ from scripts.eagle3.layers import check_aux_layer_ids, default_aux_layer_ids
 from scripts.eagle3.presets import TARGET_VALUES, refuse_unknown, with_preset
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+NAME, NO_HOME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", r"^[^~]"
+# what a pattern means, for those who missed it
+PATTERNS = {NAME: "expected letters, digits, `.`, `_` and `-`", NO_HOME: "expected a whole path (`~` is not expanded)"}
+Name = Annotated[str, Field(pattern=NAME, max_length=100)]
 
 
 class Section(BaseModel):
@@ -25,7 +28,7 @@ class Section(BaseModel):
 class Target(Section):
     """The served model that the draft head accelerates."""
 
-    path: str = Field(description="Folder with the target's config.json, weights and tokenizer, or a hub id.")
+    path: str = Field(pattern=NO_HOME, description="Folder with the target's config.json, weights and tokenizer, or a hub id.")
     revision: str | None = Field(None, description="Commit, for a hub id.")
     num_hidden_layers: int = Field(ge=2, description="Decoder layers n; compared with the target's config.json.")
     aux_layer_ids: list[int] = Field(
@@ -251,7 +254,7 @@ class Storage(Section):
     """Where bulk data lies."""
 
     hidden_states: str | None = Field(
-        None, pattern=r"^[^~]", description="Folder for states and their store, no `~`; null is the run's own folder."
+        None, pattern=NO_HOME, description="Folder for states and their store, no `~`; null is the run's own folder."
     )
 
 
@@ -302,6 +305,13 @@ def _explain(item: Any) -> str:
         return f"{key}: unknown key; see docs/configuration.md for the known ones"
     if item["type"] == "missing":
         return f"{key}: missing"
+    if item["type"] == "value_error":  # of a check of ours, which says what it found
+        return f"{key}: {item['msg'].removeprefix('Value error, ')}"
+    if item["type"] == "model_type":
+        return f"{key}: expected keys with values (docs/configuration.md), found {item['input']!r}"
+    if item["type"] == "string_pattern_mismatch":
+        expected = PATTERNS.get(item["ctx"]["pattern"], f"expected text like {item['ctx']['pattern']}")
+        return f"{key}: {expected}, found {item['input']!r}"
     return f"{key}: {item['msg']}, found {item['input']!r}"
 
 

@@ -40,7 +40,7 @@ def normalise(raw: Any) -> list[Message]:
         raise RowRejected(f"expected an object, found {type(raw).__name__}")
     key = next((key for key in FORMS if raw.get(key) is not None), None)
     if key is None:
-        raise RowRejected("neither `messages` nor `conversations`")
+        raise RowRejected('neither `messages` nor `conversations`, e.g. {"messages": [{"role": "user", "content": "..."}]}')
     if not isinstance(raw[key], list) or not raw[key]:
         raise RowRejected(f"`{key}` is empty" if raw[key] == [] else f"`{key}` is not a list of messages")
     if any(raw.get(column) for column in MEDIA_COLUMNS):

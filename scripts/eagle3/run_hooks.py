@@ -130,6 +130,7 @@ def _check_all(jobs: list[Any], preflight: list[str]) -> None:
         return
     hardware = [f"--gpus={max(_count(job, 'gpu', 0) for job in loading)}"]
     hardware += [f"--gpu-memory-percent={max(_count(job, 'gpu_memory_percent', 90) for job in loading)}"]
+    print("preflight: checks what can be checked before the target is loaded", file=sys.stderr, flush=True)
     command = ["bin/in-env", "python", "-m", "scripts.preflight", *preflight, *hardware]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]

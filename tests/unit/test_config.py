@@ -61,6 +61,9 @@ def test_demo_config_is_valid():
         ("evaluation.methods", {"eagle3": {"kind": "eagle3"}}, "baseline"),
         ("evaluation.methods", {**BOTH, "simulated": {"kind": "ngram"}}, "cannot be named simulated"),
         ("responses", "keep", "responses"),
+        ("training", None, "training: expected keys with values (docs/configuration.md), found None"),
+        ("run", "my run", "run: expected letters, digits, `.`, `_` and `-`, found 'my run'"),
+        ("target.path", "~/models/x", "target.path: expected a whole path"),
     ],
 )
 def test_wrong_key_or_value_is_one_line_that_names_it(key, value, named):

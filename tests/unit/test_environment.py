@@ -151,7 +151,7 @@ def test_killed_installation_starts_anew(tmp_path):
 def test_unknown_environment_is_refused_with_those_that_exist(tmp_path):
     done = call(make_clone(tmp_path), "envs/install.sh", "tinny")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "envs/install.sh: expected a name with a lock in envs/: tiny.lock; got 'tinny'\n"
+    assert done.stderr == "envs/install.sh: expected one of: tiny; got 'tinny'\n"
 
 
 # -- entering

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from scripts.eagle3 import checks_place
-from scripts.eagle3.checks import table
-from scripts.eagle3.checks_gpus import Asked, check_gpus, gpu_lines
+from scripts.eagle3.checks import check, table
+from scripts.eagle3.checks_gpus import Asked, check_gpus, check_scheduler, gpu_lines
 from scripts.eagle3.checks_place import disk_lines, production_lines
 from scripts.eagle3.config import Production, Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import write_json
 from scripts.eagle3.gpus import lease
-from scripts.preflight import leased_gpus
-from tests.preflight_case import assert_red, copy_target, line
+from scripts.preflight import check_sources, leased_gpus
+from tests.preflight_case import assert_red, config_for, copy_target, line
 
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 
@@ -297,3 +297,21 @@ def test_table_says_what_to_do_below_each_red_line(tmp_path):
     assert len(rows) == len(lines) + 1
     assert rows[1].startswith("disk        hidden states  red      /proc")
     assert rows[2].strip().startswith("-> let")
+
+
+def test_a_run_under_slurm_needs_its_commands_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert_red(check("machine", "scheduler", check_scheduler), "sbatch", "Slurm's commands")
+    for command in ("sbatch", "squeue", "sacct", "scancel"):
+        (tmp_path / command).write_text("#!/bin/sh\n")
+        (tmp_path / command).chmod(0o755)
+    assert check("machine", "scheduler", check_scheduler).state == "green"
+
+
+def test_a_source_that_is_not_there_is_red(tiny_llama):
+    config = config_for(tiny_llama)
+    assert check_sources(config) == "2 sources"
+    missing = config_for(
+        tiny_llama, conversations={"train": [{"path": "prompts.jsonl"}], "evaluation": {"suite": {"path": "/nowhere"}}}
+    )
+    assert_red(check("conversations", "sources", lambda: check_sources(missing)), "prompts.jsonl: no such file", "mend")

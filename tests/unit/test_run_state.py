@@ -275,3 +275,11 @@ def test_a_start_that_stays_in_the_foreground_is_done_when_the_server_answers(se
     began = time.monotonic()
     assert bring_back(folder, 5) and server.healthy()
     assert time.monotonic() - began < 30
+
+
+def test_restore_clears_a_lock_that_is_left_though_there_is_no_server(folder):
+    lock = folder / ".snakemake/locks/0.input.lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert "nothing to restore" in restore_production.run(folder)
+    assert not lock.exists()

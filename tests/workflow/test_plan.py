@@ -66,3 +66,23 @@ def test_wrong_configuration_stops_before_the_dag(checkout, change, line):
 def test_graphs_can_be_drawn(checkout):
     assert "digraph" in checkout.snakemake("--dag", "dot")
     assert "flowchart" in checkout.snakemake("--rulegraph", "mermaid-js")
+
+
+def test_a_target_of_ones_own_does_not_lie_in_the_folder_of_the_workflows(checkout):
+    config = yaml.safe_load((checkout.root / "config/config.yaml").read_text())
+    config["target"]["path"] = "results/targets/mine"
+    (checkout.root / "mine.yaml").write_text(yaml.safe_dump(config))
+    printed = checkout.snakemake("-n", "--cores", "all", "--configfile", "mine.yaml", succeeds=False)
+    assert "target.path is results/targets/mine" in printed
+
+
+def test_only_what_failed_now_is_told_at_the_end(checkout):
+    config = yaml.safe_load((checkout.root / "config/config.yaml").read_text())
+    config["conversations"]["train"] = [{"path": "missing.jsonl"}]
+    (checkout.root / "missing.yaml").write_text(yaml.safe_dump({**config, "run": "missing"}))
+    old = checkout.root / "results/missing/logs/train_draft/0.log"
+    old.parent.mkdir(parents=True)
+    old.write_text("train_draft: error: of another day\n")
+    ledger = "results/missing/conversations/ledger.json"
+    printed = checkout.snakemake("--cores", "all", ledger, "--configfile", "missing.yaml", succeeds=False)
+    assert "missing.jsonl: no such file" in printed and "of another day" not in printed
