@@ -261,7 +261,7 @@ def test_whole_table_of_a_sound_run_within_a_minute(tiny_llama, tmp_path):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     sections = [row.split()[0] for row in done.stdout.splitlines()[:-1]]
     order = list(dict.fromkeys(sections))
-    assert order == ["machine", "versions", "features", "target", "tokenizer", "draft", "disk", "production"]
+    assert order == ["machine", "versions", "features", "target", "tokenizer", "draft", "conversations", "disk", "production"]
     assert list(tmp_path.iterdir()) == []
 
 
