@@ -132,7 +132,7 @@ def train(work: Path, draft: str, length: int, zero_stage: int, recompute: bool,
     write_shard(folder / "rows.pt", rows, [*AUX, 8], {})
     del rows
     data = TrainingRows(open_shards([folder / "rows.pt"], [*AUX, 8]), settings.ttt_steps, length)
-    engine = start_draft(files, settings, zero.start_process_group(), None)
+    engine = start_draft(files, settings, zero.start_process_group())
     engine.module.recompute = recompute
     records: list[dict[str, Any]] = []
 

@@ -164,7 +164,7 @@ def check_previous(checkpoints: Path, number: int, provenance: dict[str, Any], r
 
 
 def start_draft(
-    files: DraftFiles, settings: Training, device: "torch.device", initial: "ForeignHead | None"
+    files: DraftFiles, settings: Training, device: "torch.device", initial: "ForeignHead | None" = None
 ) -> "DeepSpeedEngine":
     """The draft with the initial head's weights, or fresh ones from the seed, in a DeepSpeed engine."""
     from scripts.eagle3 import zero
