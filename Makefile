@@ -15,7 +15,7 @@ SNAKEMAKE := PATH="$(CURDIR)/$(WORKFLOW):$$PATH" snakemake
 PYTEST := EAGLE3_ENV=cpu $(CPU)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo restore-production test test-all older-engine format lint lock clean-env
+.PHONY: help env demo restore-production test quick-unit quick-engine test-all older-engine format lint lock clean-env
 
 help: ## list the targets
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## /\1\t/' | expand -t 20
@@ -30,8 +30,13 @@ demo: env ## the whole pipeline with a small real model, on CPU
 restore-production: ## after a run was killed: start the production server again, clear the lock
 	$(WORKFLOW)/python -m scripts.restore_production
 
-test: env ## all tests but the slow ones, on CPU
-	$(PYTEST) -m "not slow and not gpu"
+test: env ## all tests but the slow ones, on CPU: unit tests beside those with an engine, which leave a core idle
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target quick-unit quick-engine
+
+quick-unit:
+	$(PYTEST) -m "not slow and not gpu" tests/unit
+quick-engine:
+	$(PYTEST) -m "not slow and not gpu" tests/contract tests/workflow
 
 test-all: $(TEST_GROUPS:%=test-%) ## every test, group by group (-k: go on after a failing group)
 
