@@ -7,11 +7,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from scripts import restore_production
-from scripts.eagle3 import production
+from scripts.eagle3 import production, run_hooks
 from scripts.eagle3.config import Production
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.production import STATE, Run, RunState, bring_back, hold_server, read_state, room_for_job, write_state
@@ -283,3 +284,25 @@ def test_restore_clears_a_lock_that_is_left_though_there_is_no_server(folder):
     lock.touch()
     assert "nothing to restore" in restore_production.run(folder)
     assert not lock.exists()
+
+
+def test_a_server_that_a_killed_run_has_stopped_is_not_forgotten_for_another_one(server, folder):
+    state = killed(begin(folder, server))
+    write_state(folder, state.model_copy(update={"stopped": True}))
+    other = {**server.section, "health": "http://127.0.0.1:1/health"}
+    config = SimpleNamespace(run="demo", grace_s=5, production=Production(**other))
+    with pytest.raises(StageError, match=r"killed after it had stopped .*make restore-production"):
+        run_hooks._take_over_server(SimpleNamespace(local_exec=True), config, folder)
+    assert read_state(folder) is not None
+
+
+def test_restore_works_though_its_screen_is_a_full_disk(server, folder):
+    state = begin(folder, server)
+    with room_for_job(folder):
+        assert not server.healthy()
+    write_state(folder, killed(state).model_copy(update={"stopped": True, "down": True}))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "scripts.restore_production"]
+        subprocess.run(command, cwd=folder, env=environment, stdout=full, stderr=full, timeout=60)
+    assert server.healthy() and read_state(folder) is None
