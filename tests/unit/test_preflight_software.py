@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 import torch
 
+from benchmarks.random_target import QUANTIZATION
 from scripts.eagle3 import checks_software
 from scripts.eagle3.checks_backends import backend_lines
 from scripts.eagle3.checks_software import (
@@ -24,28 +25,6 @@ from scripts.eagle3.config import Target
 from tests.preflight_case import assert_red, config_for, copy_target, edit_json, line
 
 ROOT = Path(__file__).parents[2]
-# of Kimi-K2.5: routed experts in INT4, groups of 32
-INT4_EXPERTS = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-                "dynamic": False,
-                "observer": "minmax",
-            },
-        }
-    },
-}
 
 
 def features(root: Path = ROOT, device_missing: bool = False):
@@ -221,7 +200,7 @@ def test_settings_that_vllm_refuses_are_red(tiny_llama, tmp_path, change, words)
 
 def quantised(target: Target, folder: Path) -> Target:
     copy = copy_target(target, folder)
-    edit_json(Path(copy.path) / "config.json", lambda config: config["text_config"].update(quantization_config=INT4_EXPERTS))
+    edit_json(Path(copy.path) / "config.json", lambda config: config["text_config"].update(quantization_config=QUANTIZATION))
     return copy
 
 
