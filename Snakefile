@@ -23,6 +23,12 @@ include: "rules/evaluation.smk"
 include: "rules/on_demand.smk"
 
 
+if ROLLING:
+
+    include: "rules/rolling.smk"
+
+
+from scripts.eagle3.released import refuse_deleted
 from scripts.eagle3.run_hooks import begin_run, end_run, note_dead_run, outlive_screen
 
 # Stages save and end when they are asked to; the shell around them, and tee, only wait for that.
@@ -35,6 +41,7 @@ if workflow.is_main_process:
 
 onstart:
     try:
+        refuse_deleted(workflow, Path(RUN, "hidden"))
         begin_run(workflow, CONFIG, Path.cwd(), preflight_options())
     except StageError as error:
         raise WorkflowError(str(error))
@@ -58,3 +65,4 @@ rule all:
         "<run>/export/manifest.json",
         "<run>/report.html",
         "<run>/gate.passed",
+        released_parts(),

@@ -26,6 +26,10 @@ SHARDS = range(CONFIG.scatter.shards_per_part)
 SUITES = list(CONFIG.conversations.evaluation)
 METHODS = list(CONFIG.evaluation.methods)
 SEGMENTS = range(CONFIG.training.segments)
+ROLLING = CONFIG.training.rolling
+# What stands for the states of a part: its shards, or where these are deleted after training the manifest, which stays.
+SHARD_FILES = [] if ROLLING else [f"shard-{shard}.pt" for shard in SHARDS]
+STATES = SHARD_FILES or ["manifest.json"]
 PLOTS = ["training", "acceptance", "coverage", "segments"]
 EXPORT = ["manifest.json", "config.json", "model.safetensors", "provenance.json", "README.md"]
 
@@ -55,6 +59,8 @@ def as_json(section):
 
 def code(script):
     """Stands for the code of a stage: what it does, not its age, comments or docstrings, decides a rerun."""
+    if ROLLING and script in ("extract_hidden_states", "release_part"):
+        return "any"  # an edit would ask for states that are deleted; where they are not, the store has them
     return code_digest(script, Path(workflow.basedir))
 
 
@@ -93,6 +99,35 @@ def answered_prompts():
 def previous_segment(wildcards):
     """The record that segment k continues from."""
     return [local(f"{RUN}/checkpoints/{int(wildcards.segment) - 1}.json")] if int(wildcards.segment) else []
+
+
+def states_of_segment(wildcards):
+    """What a segment trains on: the states of all parts, in rolling mode of its own."""
+    parts = [f"part-{wildcards.segment}"] if ROLLING else PARTS
+    return local([f"{RUN}/hidden/{part}/{file}" for part in [*parts, "val"] for file in STATES])
+
+
+def planned_tokens(wildcards):
+    """What the steps of a segment are planned from in rolling mode, where it may miss rejected rows."""
+    return [f"{RUN}/tokens/part-{wildcards.segment}/shard-{shard}.parquet" for shard in SHARDS if ROLLING]
+
+
+def planned_steps():
+    """The number of steps of every segment in rolling mode, which sees one part at a time."""
+    return "<run>/draft/schedule.json" if ROLLING else []
+
+
+def made_room(wildcards):
+    """In rolling mode a part waits until enough of those before it are deleted."""
+    if not ROLLING or wildcards.part == "val":
+        return []
+    before = int(wildcards.part.removeprefix("part-")) - ROLLING.parts_on_disk
+    return [local(f"{RUN}/hidden/part-{before}/released.json")] if before >= 0 else []
+
+
+def released_parts():
+    """In rolling mode the end of a run deletes the last parts too."""
+    return local(expand("<run>/hidden/{part}/released.json", part=PARTS if ROLLING else []))
 
 
 def local_sources():

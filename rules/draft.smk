@@ -67,13 +67,18 @@ rule draft_config:
 
 
 rule train_draft:
-    """One pass over the training rows; segment k continues from segment k - 1. The weights lie beside the record."""
+    """One pass over the training rows, or with training.rolling all passes over one part; segment k continues from k - 1.
+
+    The weights lie beside the record.
+    """
     input:
         previous_segment,
         draft="<run>/draft/config.json",
         head=ancient("<run>/target/head.safetensors"),
         vocabulary=expand("<run>/vocab/{file}", file=["d2t.npy", "t2d.npy", "coverage.json"]),
-        hidden=local(expand("<run>/hidden/{part}/shard-{shard}.pt", part=[*PARTS, "val"], shard=SHARDS)),
+        hidden=states_of_segment,
+        tokens=planned_tokens,
+        schedule=planned_steps(),
     output:
         local("<run>/checkpoints/{segment}.json"),
     log:
@@ -91,6 +96,8 @@ rule train_draft:
         training=as_json(CONFIG.training),
         vocabulary=lambda wildcards, input: folder(input.vocabulary),
         hidden=lambda wildcards, input: folder(input.hidden, 2),
+        tokens=lambda wildcards, input: f"--tokens {folder(input.tokens)}" if ROLLING else "",
+        schedule=lambda wildcards, input: f"--schedule {input.schedule}" if ROLLING else "",
         metrics=METRICS,
         parts=len(PARTS),
         shards=len(SHARDS),
@@ -104,6 +111,8 @@ rule train_draft:
         " --hidden {params.hidden:q}"
         " --parts {params.parts}"
         " --shards {params.shards}"
+        " {params.tokens}"
+        " {params.schedule}"
         " --segment {wildcards.segment}"
         " --checkpoints $(dirname {output:q})"
         " --metrics {params.metrics:q}"
@@ -117,7 +126,7 @@ rule select_checkpoint:
         draft="<run>/draft/config.json",
         head=ancient("<run>/target/head.safetensors"),
         vocabulary=expand("<run>/vocab/{file}", file=["d2t.npy", "t2d.npy", "coverage.json"]),
-        hidden=local(expand("<run>/hidden/val/shard-{shard}.pt", shard=SHARDS)),
+        hidden=local(expand("<run>/hidden/val/{file}", file=STATES)),
     output:
         "<run>/selected.json",
     log:

@@ -142,7 +142,7 @@ rule report:
         "<run>/selected.json",
         expand("<run>/tokens/{part}/counts.json", part=[*PARTS, "val"]),
         expand("<run>/evaluation/eagle3/{suite}.json", suite=SUITES),
-        hidden=local(expand("<run>/hidden/{part}/shard-{shard}.pt", part=[*PARTS, "val"], shard=SHARDS)),
+        hidden=local(expand("<run>/hidden/{part}/{file}", part=[*PARTS, "val"], file=STATES)),
         summary="<run>/evaluation/summary.json",
         plots=expand("<run>/evaluation/plots/{plot}.svg", plot=PLOTS),
     output:

@@ -1,16 +1,18 @@
 # The target reads every training row once, and its hidden states are kept.
 #
 # REQUIRED INPUTS   <run>/tokens/{part}/, the target
-# OUTPUTS           <run>/hidden/{part}/shard-{shard}.pt and manifest.json
+# OUTPUTS           <run>/hidden/{part}/shard-{shard}.pt and manifest.json; with training.rolling Snakemake knows the
+#                   manifests alone, since the shards of a part are deleted when it is trained (draft.smk: release_part)
 
 
 rule extract_hidden_states:
     """Auxiliary and final states of all rows of one part: one engine load, proven aligned before any bulk work."""
     input:
         target_manifest(),
+        made_room,
         tokens=expand("<run>/tokens/{{part}}/shard-{shard}.parquet", shard=SHARDS),
     output:
-        local(expand("<run>/hidden/{{part}}/shard-{shard}.pt", shard=SHARDS)),
+        local(expand("<run>/hidden/{{part}}/{file}", file=SHARD_FILES)),
         manifest=local("<run>/hidden/{part}/manifest.json"),
     log:
         local("<run>/logs/extract_hidden_states/{part}.log"),

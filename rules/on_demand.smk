@@ -24,6 +24,7 @@ rule plan:
         config=as_json(CONFIG),
         run=RUN,
         storage=STATES_STORE,
+        parts_on_disk=f"--parts-on-disk {ROLLING.parts_on_disk}" if ROLLING else "",
     shell:
         "bin/in-env python -m scripts.plan"
         " --config {params.config:q}"
@@ -35,6 +36,7 @@ rule plan:
         " --nodes {resources.nodes}"
         " --max-num-seqs {resources.max_num_seqs}"
         " --training-gpus {resources.training_gpus}"
+        " {params.parts_on_disk}"
         " 2>&1 | tee {log:q}"
 
 

@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 
 from scripts.eagle3.config import Config
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.estimate import TRAINING_PROCESSES, DiskPlan, Estimator, Place, StagePlan, plan_disk
+from scripts.eagle3.estimate import TRAINING_PROCESSES, Estimator, Place, StagePlan
 from scripts.eagle3.estimate_data import Figure, RunData, run_data
+from scripts.eagle3.estimate_done import STATES_STAGE
 from scripts.eagle3.estimate_facts import Table, TargetFacts, read_table, target_facts
+from scripts.eagle3.estimate_totals import TRAINING_STAGE, DiskPlan, plan_disk, seconds_together
 from scripts.eagle3.files import existing_parent, write_json, write_text
+from scripts.eagle3.released import is_released
 from scripts.eagle3.stage import run_stage, section
 
 # a job's time limit: its planned time this many times over, in steps of these minutes
@@ -36,6 +39,20 @@ class Plan(NamedTuple):
     stages: list[StagePlan]
     disks: list[DiskPlan]
 
+    @property
+    def seconds_left(self) -> float:
+        """Of all stages, one after the other but for extraction and training in rolling mode."""
+        rolling = self.seconds_together
+        apart = [stage for stage in self.stages if rolling is None or stage.name not in (STATES_STAGE, TRAINING_STAGE)]
+        return sum(stage.seconds_left for stage in apart) + (rolling or 0.0)
+
+    @property
+    def seconds_together(self) -> float | None:
+        """Of extraction and training in rolling mode, which overlap where there are nodes for it; else None."""
+        if self.config.training.rolling is None:
+            return None
+        return seconds_together(self.stages, self.place.parts_on_disk, self.place.nodes)
+
 
 def make_plan(config: Config, place: Place, hardware: Path) -> Plan:
     """Reads the table, the sources and the run's folder; writes nothing."""
@@ -43,7 +60,7 @@ def make_plan(config: Config, place: Place, hardware: Path) -> Plan:
     facts = target_facts(config.target, table)
     data = run_data(config, place.run, facts.text)
     stages = Estimator(config, facts, table, place, data).plan()
-    return Plan(config, facts, table, place, data, stages, disks(stages, place))
+    return Plan(config, facts, table, place, data, stages, disks(stages, place, config.training.rolling is not None))
 
 
 def run(config: Config, place: Place, hardware: Path) -> None:
@@ -61,12 +78,12 @@ def run(config: Config, place: Place, hardware: Path) -> None:
             )
 
 
-def disks(stages: list[StagePlan], place: Place) -> list[DiskPlan]:
+def disks(stages: list[StagePlan], place: Place, rolling: bool) -> list[DiskPlan]:
     """One plan for each file system: the run's, and the hidden states' where they lie on another."""
     run, states = (existing_parent(path) for path in (place.run, place.states))
     free = {path: float(shutil.disk_usage(path).free) for path in (run, states)}
     if run.stat().st_dev == states.stat().st_dev:
-        return [plan_disk(stages, place.run, "everything", free[run])]
+        return [plan_disk(stages, place.run, "everything", free[run], rolling)]
     others = [stage for stage in stages if not stage.on_states_disk]
     mine = [stage for stage in stages if stage.on_states_disk]
     return [
@@ -80,7 +97,7 @@ def disks(stages: list[StagePlan], place: Place) -> list[DiskPlan]:
 
 def largest_risk(plan: Plan) -> str:
     """The risk that most of the disk or of the time left depends on, in one line."""
-    seconds = sum(stage.seconds_left for stage in plan.stages) or 1.0
+    seconds = plan.seconds_left or 1.0
     risks = []
     for disk in plan.disks:
         share = disk.needed / disk.free if disk.free else math.inf
@@ -123,7 +140,8 @@ def as_record(plan: Plan) -> dict[str, Any]:
         "hardware": {"model": plan.place.hardware, "gpus": plan.place.gpus, "nodes": plan.place.nodes},
         "stages": {stage.name: stage_record(stage, plan) for stage in plan.stages},
         "totals": {
-            "hours_left": sum(stage.seconds_left for stage in plan.stages) / 3600,
+            "hours_left": plan.seconds_left / 3600,
+            "hours_of_extraction_and_training": None if plan.seconds_together is None else plan.seconds_together / 3600,
             "hours_spent": sum(job.seconds for stage in plan.stages for job in stage.jobs if job.done) / 3600,
             "gpu_hours_left": gpu_seconds / 3600,
             "cost_left": cost(gpu_seconds, plan),
@@ -146,6 +164,7 @@ def stage_record(stage: StagePlan, plan: Plan) -> dict[str, Any]:
         "bytes": figure_record(stage.bytes_),
         "bytes_written": stage.written,
         "bytes_besides_while_running": stage.extra,
+        "bytes_moved": stage.moved or stage.bytes_.value,
         "hours_left": stage.seconds_left / 3600,
         "gpu_hours_left": stage.gpu_seconds_left / 3600,
         "cost_left": cost(stage.gpu_seconds_left, plan),
@@ -202,7 +221,7 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
         rows.append((stage.name, jobs, *cells, duration(stage.seconds_left), gpu_hours(spent), money(cost(spent, plan))))
     gpu_seconds = sum(stage.gpu_seconds_left for stage in plan.stages)
     written = Figure(sum(s.bytes_.value for s in plan.stages), all(s.bytes_.measured for s in plan.stages))
-    time = duration(sum(stage.seconds_left for stage in plan.stages))
+    time = duration(plan.seconds_left)
     jobs = str(sum(len(stage.jobs) for stage in plan.stages))
     total = ("**total**", jobs, "", "", "", "", mark(written) + size(written.value), time, gpu_hours(gpu_seconds))
     return [*rows, (*total, money(cost(gpu_seconds, plan)))]
@@ -214,14 +233,33 @@ def hardware_notes(plan: Plan) -> list[str]:
     stage = next(stage for stage in plan.stages if stage.name == "extract_hidden_states")
     if stage.left and stage.rate and stage.tokens_in.value:
         # every byte is written twice: in a batch file, then in its shard
-        per_s = 2 * stage.rate.tokens_per_s * stage.bytes_.value / stage.tokens_in.value
+        per_s = 2 * stage.rate.tokens_per_s * stage.moved / stage.tokens_in.value
         notes.append(f"extraction writes {size(per_s)} a second per job at the planned speed; a slower disk makes it slower")
     if stage.left:
-        largest = stage.extra / min(plan.place.nodes, len(stage.left))
-        notes.append(f"a shard of states has up to {size(largest)}, and is put together in memory")
+        notes.append(f"a shard of states has up to {size(stage.largest_file)}, and is put together in memory")
+    notes += rolling_notes(plan, stage)
     if plan.place.training_gpus > TRAINING_PROCESSES:
         idle = plan.place.training_gpus - TRAINING_PROCESSES
         notes.append(f"train_draft is one process on one GPU; the {idle} others that it reserves are idle and in the cost")
+    return notes
+
+
+def rolling_notes(plan: Plan, extraction: StagePlan) -> list[str]:
+    """What is never on the disk at the same time, what runs at the same time, and what was deleted too early."""
+    if plan.config.training.rolling is None:
+        return []
+    kept = min(plan.place.parts_on_disk, plan.config.scatter.parts)
+    notes = [f"rolling: {size(extraction.moved)} of states in all, {kept} of {plan.config.scatter.parts} parts at a time"]
+    jobs = [job for stage in plan.stages if stage.name in (STATES_STAGE, TRAINING_STAGE) for job in stage.left]
+    if jobs and plan.seconds_together is not None:
+        one_by_one = duration(sum(job.seconds for job in jobs))
+        took = duration(plan.seconds_together)
+        notes.append(f"rolling: extraction and training take {took} on {plan.place.nodes} nodes, {one_by_one} one by one")
+    gone = [part.name for part in plan.data.parts if is_released(plan.place.run / "hidden" / part.name)]
+    again = [job.name for job in extraction.left if job.name in gone]
+    if again:
+        said = f"{again[0]} to {again[-1]}" if len(again) > 1 else again[0]
+        notes.append(f"rolling: {said} were deleted after a training with other settings and are counted as to be extracted")
     return notes
 
 
@@ -307,6 +345,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of one node; 0 on a CPU machine")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that can work at once")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="as regenerate_responses is given")
+    parser.add_argument("--parts-on-disk", type=int, default=2, help="training.rolling.parts_on_disk")
     parser.add_argument("--training-gpus", type=int, help="GPUs that train_draft and select_checkpoint reserve; default: all")
     options = parser.parse_args(argv)
     check_options(options)
@@ -318,6 +357,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.nodes,
         options.max_num_seqs,
         options.gpus if options.training_gpus is None else options.training_gpus,
+        options.parts_on_disk,
     )
     run(options.config, place, options.hardware)
 

@@ -1,9 +1,10 @@
 """Trains the draft for one segment: one pass over the training rows, from scratch or from where the last segment ended.
 
-In: hidden/part-*/ and hidden/val/, the draft's config, the target's head, the vocabulary map,
-checkpoints/{segment - 1}/. Out: checkpoints/{segment}/ with model.safetensors (trained weights, float32) and deepspeed/
-(what the next segment resumes from), then checkpoints/{segment}.json: `segment`, `step`, `folder`, `weights_sha256`,
-`state_sha256`, `metrics`, `rows`, `engine`, `provenance`. An interrupted segment leaves neither and starts over.
+In: hidden/part-*/ (with `training.rolling` the one part of the segment, its token shards and draft/schedule.json) and
+hidden/val/, the draft's config, the target's head, the vocabulary map, checkpoints/{segment - 1}/. Out:
+checkpoints/{segment}/ with model.safetensors (trained weights, float32) and deepspeed/ (what the next segment resumes from),
+then checkpoints/{segment}.json: `segment`, `step`, `folder`, `weights_sha256`, `state_sha256`, `metrics`, `rows`, `engine`,
+`provenance`. An interrupted segment leaves neither and starts over.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import read_json, require_free_space, sha256_file, sha256_json, sync, write_json
 from scripts.eagle3.layers import captured_layer_ids
 from scripts.eagle3.provenance import PROVENANCE_KEY, check_provenance
+from scripts.eagle3.released import require_states
 from scripts.eagle3.stage import run_stage, section
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from scripts.eagle3.packing import TrainingRows
     from scripts.eagle3.third_party import ForeignHead
+    from scripts.eagle3.training import Segment
 
 # settings that change where and how training runs, not what is learnt
 NOT_SCIENCE = {"loggers", "zero_stage", "initial_head"}  # of the last: the path
@@ -36,12 +39,23 @@ COPIES = 5
 
 
 class Inputs(NamedTuple):
-    """What a segment is trained from: the draft's files, the folder of the states, its parts and shards per part."""
+    """What a segment is trained from: the draft's files, the folder of the states, its parts and shards per part.
+
+    tokens, schedule: the part's token shards and schedule.json, for rolling mode only.
+    """
 
     files: DraftFiles
     hidden: Path
     parts: int
     shards: int
+    tokens: Path | None = None
+    schedule: Path | None = None
+
+    def rolling(self) -> tuple[Path, dict[str, Any]]:
+        """The folder of the part's token shards and the schedule's content; StageError where they were not given."""
+        if self.tokens is None or self.schedule is None:
+            raise StageError("--tokens and --schedule are missing: expected with training.rolling; name both")
+        return self.tokens, read_json(self.schedule)
 
 
 class Data(NamedTuple):
@@ -60,11 +74,11 @@ def run(target: Target, settings: Training, inputs: Inputs, number: int, checkpo
     if not 0 <= number < settings.segments:
         raise StageError(f"--segment {number}: expected 0 to {settings.segments - 1}, as training.segments says")
     zero.check_settings(settings)
-    data = read_data(target, settings, inputs)
+    data = read_data(target, settings, inputs, number)
     initial = read_initial_head(target, settings, inputs.files)
     resumable = {"zero_stage": settings.zero_stage, "processes": zero.processes()}
     previous = check_previous(checkpoints, number, data.provenance, resumable) if number else None
-    segment = training.plan_segment(data.train, settings, number)
+    segment = plan(data, settings, inputs, number)
 
     engine = start_draft(inputs.files, settings, zero.start_process_group(), initial)
     size = COPIES * 4 * sum(parameter.numel() for parameter in engine.module.parameters())
@@ -96,8 +110,21 @@ def run(target: Target, settings: Training, inputs: Inputs, number: int, checkpo
     engine.destroy()
 
 
-def read_data(target: Target, settings: Training, inputs: Inputs) -> Data:
-    """Opens every shard and compares origins; no state is read yet."""
+def plan(data: Data, settings: Training, inputs: Inputs, number: int) -> "Segment":
+    """The steps of segment `number` and their place among those of all segments."""
+    from scripts.eagle3 import training
+
+    if settings.rolling is None:
+        return training.plan_segment(data.train, settings, number)
+    from scripts.eagle3.rolling import plan_part
+
+    tokens, schedule = inputs.rolling()
+    rejected = [entry["row_key"] for entry in read_json(inputs.hidden / f"part-{number}" / "manifest.json")["rejected"]]
+    return plan_part(data.train, rejected, tokens, schedule["steps"], settings, number)
+
+
+def read_data(target: Target, settings: Training, inputs: Inputs, number: int = 0) -> Data:
+    """Opens every shard that segment `number` trains on and compares origins; no state is read yet."""
     from scripts.eagle3.draft import provenance_of
     from scripts.eagle3.packing import TrainingRows, open_shards
 
@@ -109,7 +136,10 @@ def read_data(target: Target, settings: Training, inputs: Inputs) -> Data:
     def paths(part: str) -> list[Path]:
         return [inputs.hidden / part / f"shard-{shard}.pt" for shard in range(inputs.shards)]
 
-    train = open_shards([path for part in range(inputs.parts) for path in paths(f"part-{part}")], layer_ids)
+    parts = [f"part-{part}" for part in (range(inputs.parts) if settings.rolling is None else [number])]
+    for part in parts:
+        require_states(inputs.hidden / part, inputs.shards)
+    train = open_shards([path for part in parts for path in paths(part)], layer_ids)
     validation = open_shards(paths("val"), layer_ids, train[0])
     states = train[0].meta["provenance"]
     expected = {"target": provenance_of(config_path)["target"]}
@@ -122,7 +152,8 @@ def read_data(target: Target, settings: Training, inputs: Inputs) -> Data:
         "vocabulary": sha256_file(inputs.files.d2t),
         "layer_ids": layer_ids,
         "states": states,
-        "rows": sha256_json([shard.row_keys for shard in train]),
+        # rolling: those of all parts, or no segment could follow another
+        "rows": inputs.rolling()[1]["rows"] if settings.rolling else sha256_json([shard.row_keys for shard in train]),
         "training": settings.model_dump(exclude=NOT_SCIENCE),
     }
     if settings.initial_head:
@@ -236,12 +267,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=Path, required=True, help="folder of part-0/, part-1/, ... and val/")
     parser.add_argument("--parts", type=int, required=True, help="number of training parts, from 0")
     parser.add_argument("--shards", type=int, required=True, help="shards of each part, from 0")
-    parser.add_argument("--segment", type=int, required=True, help="which pass over the rows, from 0")
+    parser.add_argument("--tokens", type=Path, help="training.rolling: folder of the part's token shards")
+    parser.add_argument("--schedule", type=Path, help="training.rolling: draft/schedule.json")
+    parser.add_argument("--segment", type=int, required=True, help="which pass over the rows (rolling: part), from 0")
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder of {segment}.json and {segment}/")
     parser.add_argument("--metrics", type=Path, required=True, help="folder of {segment}.jsonl and tensorboard/")
     options = parser.parse_args(argv)
     files = DraftFiles(options.draft_config, options.head, options.vocab / "d2t.npy", options.vocab / "t2d.npy")
-    inputs = Inputs(files, options.hidden, options.parts, options.shards)
+    inputs = Inputs(files, options.hidden, options.parts, options.shards, options.tokens, options.schedule)
     run(options.target, options.training, inputs, options.segment, options.checkpoints, options.metrics)
 
 

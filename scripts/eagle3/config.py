@@ -163,10 +163,25 @@ class Draft(Section):
         return values
 
 
+class Rolling(Section):
+    """Parts are extracted while others are trained, and deleted once trained: for states that no disk holds."""
+
+    passes: int = Field(1, ge=1, description="Passes over each part before its states are deleted.")
+    parts_on_disk: int = Field(
+        2,
+        ge=1,
+        exclude=True,
+        description="Parts whose states exist at the same time, validation apart; 1: extraction and training take turns.",
+    )
+
+
 class Training(Section):
     """The training run."""
 
-    segments: int = Field(3, ge=1, description="Passes over the parts; each ends in a checkpoint.")
+    segments: int = Field(
+        3, ge=1, description="Passes over the parts; each ends in a checkpoint. With `rolling` one for each part: leave it out."
+    )
+    rolling: Rolling | None = Field(None, description="One segment for each part, whose states go after it; null: all stay.")
     ttt_steps: int = Field(3, ge=1, description="Training-time test steps: how often the draft sees its own states.")
     step_loss_decay: float = Field(1.0, gt=0, le=1, description="Weight of TTT step i is this to the power i.")
     loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = Field("kl_div", description="Loss of speculators.")
@@ -289,6 +304,18 @@ class Config(Section):
     grace_s: int = Field(
         120, ge=1, exclude=True, description="Seconds that running jobs get to save and end when Snakemake is asked to stop."
     )
+
+    @model_validator(mode="after")
+    def _one_segment_for_each_part(self) -> "Config":
+        training, parts = self.training, self.scatter.parts
+        if training.rolling is not None and training.segments != parts:
+            if "segments" in training.model_fields_set:
+                raise ValueError(
+                    f"training.segments is {training.segments}: with training.rolling a segment is one part, and "
+                    f"scatter.parts is {parts}; leave training.segments out"
+                )
+            object.__setattr__(training, "segments", parts)  # the model is frozen from here on
+        return self
 
 
 def load_config(values: dict[str, Any]) -> Config:

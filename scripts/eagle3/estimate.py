@@ -1,12 +1,11 @@
 """What a run will write and how long it will take, stage by stage, before it starts or while it is under way.
 
 In: the configuration, the facts of `estimate_facts`, the rows and tokens of `estimate_data`, what the run's folder holds.
-Out: `StagePlan` in the order of the pipeline, and what each file system must hold. Finished work counts as written, its
-measured speed is used for what is left.
+Out: `StagePlan` in the order of the pipeline. Finished work counts as written, its measured speed is used for what is left.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from scripts.eagle3.estimate_data import (
 )
 from scripts.eagle3.estimate_done import STATES_STAGE, Finished, benchmark_seconds, unique_bytes
 from scripts.eagle3.estimate_facts import Rate, Table, TargetFacts, active_parameters, draft_size, rate
-from scripts.extract_hidden_states import DISK_MARGIN
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 STATES_DTYPE = "bfloat16"
@@ -43,6 +41,8 @@ class Place:
     nodes: int
     max_num_seqs: int
     training_gpus: int
+    # training.rolling.parts_on_disk, which reruns nothing and so is no part of the configuration that stages are given
+    parts_on_disk: int = 2
 
 
 @dataclass
@@ -56,7 +56,10 @@ class Job:
 
 @dataclass
 class StagePlan:
-    """One stage. `bytes_`: of all its files when it has ended; `written`: of them already; `extra`: besides while it runs."""
+    """One stage. `bytes_`: of all its files when it has ended; `written`: of them already; `extra`: besides while it runs.
+
+    extra_written: of these already; moved: all that it writes, deleted files included; largest_file: one of its files.
+    """
 
     name: str
     jobs: list[Job]
@@ -67,6 +70,9 @@ class StagePlan:
     bytes_: Figure = ZERO
     written: float = 0
     extra: float = 0
+    extra_written: float = 0
+    moved: float = 0
+    largest_file: float = 0
     on_states_disk: bool = False
     gpus: int = 0
     width: int = 1
@@ -96,6 +102,15 @@ class StagePlan:
         return max(0.0, self.bytes_.value - self.written) if self.left else 0.0
 
 
+def keep_parts(stage: StagePlan, sizes: Sequence[float], written: Sequence[float], parts_on_disk: int) -> None:
+    """Of an extraction whose parts are deleted after training: validation, the last of `sizes`, is all that stays."""
+    *parts, validation = sizes
+    to_come = [size for size, have, job in zip(parts, written, stage.jobs, strict=False) if have or not job.done]
+    stage.extra += sum(sorted(to_come)[-parts_on_disk:])
+    stage.extra_written, stage.written = sum(written[:-1]), written[-1]
+    stage.bytes_ = Figure(validation, stage.bytes_.measured)
+
+
 @dataclass
 class Estimator:
     """Builds the stages of one run."""
@@ -119,6 +134,7 @@ class Estimator:
         self.engine_s = self.machine.engine_start_s + self.facts.weight_bytes / self.machine.weight_bytes_per_s
         self.state_bytes = len(self.layers) * self.facts.hidden_size * ITEMSIZE[STATES_DTYPE]
         self.shards = self.config.scatter.shards_per_part
+        self.rolling = self.config.training.rolling
 
     def plan(self) -> list[StagePlan]:
         """All stages in order."""
@@ -209,11 +225,13 @@ class Estimator:
         shard_sizes = sorted((size / self.shards for size, end in zip(per_part, done, strict=True) if not end), reverse=True)
         stage = self._stage(
             name, jobs, sum(per_part), [], rate=speed, gpus=self.place.gpus, width=self.place.nodes,
-            rows_in=rows, rows_out=rows, tokens_in=tokens, tokens_out=tokens,
-            extra=sum(shard_sizes[: self.place.nodes]), on_states_disk=True,
+            rows_in=rows, rows_out=rows, tokens_in=tokens, tokens_out=tokens, extra=sum(shard_sizes[: self.place.nodes]),
+            moved=sum(per_part), largest_file=max(shard_sizes, default=0), on_states_disk=True,
         )  # fmt: skip
         stage.written = sum(written)
         stage.bytes_ = Figure(stage.written, True) if all(done) else Figure(sum(per_part), tokens.measured)
+        if self.rolling:
+            keep_parts(stage, per_part, written, self.place.parts_on_disk)
         return stage
 
     def _prepare_draft(self) -> StagePlan:
@@ -230,29 +248,36 @@ class Estimator:
 
     def _train(self) -> StagePlan:
         settings, name = self.config.training, "train_draft"
-        states_missing = any(stage.left for stage in self.stages)
-        done = [self.finished.trained(segment) and not states_missing for segment in range(settings.segments)]
+        extraction = next(stage for stage in self.stages if stage.name == STATES_STAGE)
+        earlier = any(stage.left for stage in self.stages if stage is not extraction or not self.rolling)
+        segments = range(settings.segments)
+        done = [
+            self.finished.trained(segment) and not earlier and (not self.rolling or extraction.jobs[segment].done)
+            for segment in segments
+        ]
         rows, tokens = total(part.rows for part in self.data.parts), total(part.tokens for part in self.data.parts)
-        speedup, validation = self.table.scaling.validation_speedup, self.data.validation.tokens.value
-        work = tokens.value + validation / speedup
+        passes = self.rolling.passes if self.rolling else settings.segments
+        validation = self.data.validation.tokens.value / self.table.scaling.validation_speedup
+        trained = [passes * part.tokens.value for part in self.data.parts] if self.rolling else [tokens.value] * len(segments)
+        work = [each + validation for each in trained]
         passed = settings.ttt_steps * self.draft.passed
         speed = rate(self.table, "train", self.place.hardware, self._one_gpu, self.facts.name, passed)
         start = self.machine.job_start_s + self.machine.training_start_s
-        spent = [benchmark_seconds(self._benchmark(name, str(segment))) for segment, end in enumerate(done) if end]
-        known = [seconds for seconds in spent if seconds]
+        spent = [benchmark_seconds(self._benchmark(name, str(segment))) for segment in segments]
+        known = [(each, took) for each, took, end in zip(work, spent, done, strict=True) if end and took]
         if known:
-            mean = sum(known) / len(known)
-            speed = Rate(work / max(mean - start, 0.1 * mean), "this run", f"{len(known)} finished segments")
+            seconds = sum(max(took - start, 0.1 * took) for _, took in known)
+            speed = Rate(sum(each for each, _ in known) / seconds, "this run", f"{len(known)} finished segments")
         jobs = [
-            self._job(str(segment), self._benchmark(name, str(segment)), start + work / speed.tokens_per_s, end)
-            for segment, end in enumerate(done)
+            self._job(str(segment), self._benchmark(name, str(segment)), start + each / speed.tokens_per_s, end)
+            for segment, each, end in zip(segments, work, done, strict=True)
         ]
         copies = 4 + ITEMSIZE[settings.dtype] + (12 if settings.zero_stage else 8)
-        steps = math.ceil(tokens.value / settings.batch_tokens / settings.gradient_accumulation) * settings.segments
+        steps = math.ceil(tokens.value / settings.batch_tokens / settings.gradient_accumulation) * passes
         size = settings.segments * copies * self.draft.trained + steps * self.disk.metrics_per_step
         return self._stage(
             name, jobs, size, ["checkpoints", "metrics"], rate=speed, gpus=self.place.training_gpus,
-            rows_in=rows.times(settings.segments), tokens_in=tokens.times(settings.segments),
+            rows_in=rows.times(passes), tokens_in=tokens.times(passes),
         )  # fmt: skip
 
     def _select(self) -> StagePlan:
@@ -372,27 +397,3 @@ class Estimator:
     def _shards(self, folder: str) -> list[Path]:
         names = [part.name for part in self.data.every_part]
         return [self.place.run / f"{folder}/{name}/shard-{shard}.parquet" for name in names for shard in range(self.shards)]
-
-
-@dataclass(frozen=True)
-class DiskPlan:
-    """One file system: what it holds in the end and at most, what it needs on top of what is there, what is free."""
-
-    path: Path
-    holds: str
-    final: float
-    peak: float
-    needed: float
-    free: float
-
-
-def plan_disk(stages: list[StagePlan], path: Path, holds: str, free: float) -> DiskPlan:
-    """Stages come one after the other; what a stage needs besides its files is gone when it has ended."""
-    final = peak = left = needed = 0.0
-    for stage in stages:
-        final += stage.bytes_.value
-        left += stage.bytes_left
-        peak = max(peak, final + stage.extra)
-        if stage.left:
-            needed = max(needed, left + stage.extra)
-    return DiskPlan(path, holds, final, peak, needed * DISK_MARGIN, free)

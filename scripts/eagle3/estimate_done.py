@@ -15,6 +15,7 @@ from scripts.eagle3.config import Config
 from scripts.eagle3.estimate_data import PartData, finished_file, tokens_made
 from scripts.eagle3.files import read_json
 from scripts.eagle3.layers import captured_layer_ids
+from scripts.eagle3.released import is_released
 from scripts.train_draft import NOT_SCIENCE
 
 STATES_STAGE = "extract_hidden_states"
@@ -34,26 +35,41 @@ class Finished:
         return captured_layer_ids(self.config.target.aux_layer_ids, self.config.target.num_hidden_layers)
 
     def extracted(self, part: PartData) -> bool:
-        """Whether all state shards of the part are there, for these layers and the rows of its token shards."""
+        """Whether all state shards of the part are there, for these layers and the rows of its token shards.
+
+        In rolling mode it counts too when they were deleted after a segment with these settings was trained on them.
+        """
         folder = self.run / "hidden" / part.name
         if not tokens_made(self.config, self.run, part.name) or not (folder / "manifest.json").is_file():
             return False
-        if not all((folder / f"shard-{shard}.pt").is_file() for shard in range(self.config.scatter.shards_per_part)):
+        released = self.released(part)
+        if not released and not all(path.is_file() for path in self._shards(part)):
             return False
         with finished_file(folder / "manifest.json"):
             manifest = read_json(folder / "manifest.json")
             rows = sum(entry["rows_in"] for entry in manifest["shards"])
             if manifest["provenance"]["layer_ids"] != self.layers or rows != part.rows.value:
                 return False
-        for shard in range(self.config.scatter.shards_per_part):
-            path = folder / f"shard-{shard}.pt"
+        if released:
+            return self.trained(int(part.name.removeprefix("part-")))
+        for path in self._shards(part):
             with finished_file(path):
                 if not zipfile.is_zipfile(path):  # the list of an archive's contents stands at its end
                     raise ValueError(f"cut short at {path.stat().st_size} bytes")
         return True
 
+    def released(self, part: PartData) -> bool:
+        """Whether the states of the part were deleted after training."""
+        return self.config.training.rolling is not None and is_released(self.run / "hidden" / part.name)
+
+    def _shards(self, part: PartData) -> list[Path]:
+        folder = self.run / "hidden" / part.name
+        return [folder / f"shard-{shard}.pt" for shard in range(self.config.scatter.shards_per_part)]
+
     def states_bytes(self, part: PartData) -> int:
         """Bytes of the part's states: the delivered ones, or else what the store holds for these layers."""
+        if self.released(part):
+            return 0
         if self.extracted(part):
             return unique_bytes([self.run / "hidden" / part.name], follow=True)
         stores = [store for store in self.states.glob(f"{STATES_STAGE}/*/{part.name}") if self._of_these_layers(store)]

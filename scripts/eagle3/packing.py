@@ -74,6 +74,11 @@ class TrainingRows:
         row, end = self.shards[shard].row(index), int(self.positions[number]) + 1
         return StateRow(row.key, row.token_ids[:end], row.loss_mask[:end], row.hidden_states[:end])
 
+    def key(self, number: int) -> str:
+        """The key of row `number`."""
+        shard, index = self._where[number]
+        return self.shards[shard].row_keys[index]
+
     def counts(self) -> dict[str, int]:
         """Rows and positions, for the record."""
         return {

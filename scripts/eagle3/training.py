@@ -1,4 +1,4 @@
-"""The training loop: one segment is one pass over the training rows.
+"""The training loop: one segment is one pass over the training rows, or in rolling mode the passes over one part.
 
 In: a DeepSpeed engine around `TrainingDraft`, the rows, the `training:` section. Out: trained weights in the engine, a
 metrics record per optimiser step, the segment's means, and what the validation rows say, simulated acceptance included.
@@ -39,13 +39,17 @@ class Segment(NamedTuple):
 
 
 def plan_segment(rows: TrainingRows, settings: Training, number: int) -> Segment:
-    """Segment `number` of the run; `total_steps` counts all segments. The last step of a segment may be smaller."""
-    size = settings.gradient_accumulation
-    plans = []
-    for segment in range(settings.segments):
-        packs = pack_rows(rows, (settings.seed, segment))
-        plans.append([packs[start : start + size] for start in range(0, len(packs), size)])
+    """Segment `number` of a run whose segments are passes over the same rows; `total_steps` counts all segments."""
+    plans = [plan_steps(rows, settings, segment) for segment in range(settings.segments)]
     return Segment(number, plans[number], sum(map(len, plans[:number])), sum(map(len, plans)))
+
+
+def plan_steps(rows: TrainingRows, settings: Training, segment: int) -> list[list[Pack]]:
+    """The optimiser steps of one segment, each the packs of all ranks. The last step of a pass may be smaller."""
+    size, rolling = settings.gradient_accumulation, settings.rolling
+    seeds = [(settings.seed, segment, number) for number in range(rolling.passes)] if rolling else [(settings.seed, segment)]
+    passes = [pack_rows(rows, seed) for seed in seeds]
+    return [packs[start : start + size] for packs in passes for start in range(0, len(packs), size)]
 
 
 def learning_rate(step: int, total_steps: int, settings: Training) -> float:
