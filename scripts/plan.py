@@ -259,7 +259,7 @@ def rolling_notes(plan: Plan, extraction: StagePlan) -> list[str]:
     again = [job.name for job in extraction.left if job.name in gone]
     if again:
         said = f"{again[0]} to {again[-1]}" if len(again) > 1 else again[0]
-        notes.append(f"rolling: {said} were deleted after a training with other settings and are counted as to be extracted")
+        notes.append(f"rolling: deleted after a training with other settings, and counted as to be extracted: {said}")
     return notes
 
 

@@ -178,7 +178,8 @@ def row_facts(config: Config, folder: Path, hidden: Path) -> list[tuple[str, str
         size = sum(path.stat().st_size for path in shards)
         layers = ", ".join(map(str, config.target.aux_layer_ids))
         states = f"{size / 1e9:,.2f} GB in {len(shards)} files: states {layers} and the final one"
-        facts.append(("hidden states", states))
+        deleted = "; those of the parts were deleted after training" if config.training.rolling else ""
+        facts.append(("hidden states", states + deleted))
     return facts
 
 
@@ -201,8 +202,9 @@ def training_facts(config: Config, folder: Path) -> list[tuple[str, str]]:
         return []
     chosen, settings = selected["selected"], config.training
     validation = chosen["metrics"]["validation"]
+    passes = settings.rolling.passes if settings.rolling else settings.segments
     return [
-        ("passes", f"{settings.segments}, {max(entry['step'] for entry in selected['candidates']):,} optimiser steps"),
+        ("passes", f"{passes}, {max(entry['step'] for entry in selected['candidates']):,} optimiser steps"),
         ("objective", f"{settings.loss} over {settings.ttt_steps} TTT steps, learning rate {settings.learning_rate:g}"),
         (
             "chosen",

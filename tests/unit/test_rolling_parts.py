@@ -20,7 +20,8 @@ from scripts.eagle3.released import is_released, refuse_deleted, require_states
 from scripts.eagle3.rolling import open_tokens
 from scripts.eagle3.rows import TOKENS, write_rows
 from scripts.eagle3.training import learning_rate, plan_steps
-from tests.planning_case import cpu, make, make_config
+from scripts.plan import as_text, make_plan
+from tests.planning_case import HARDWARE, FinishedParts, cpu, make, make_config
 from tests.training_case import SHARDS, TrainingCase, synthetic_rows, training, write_states
 from tests.unit.test_config import MINIMAL, with_value
 
@@ -314,3 +315,32 @@ def test_the_plan_of_a_rolling_run_holds_some_parts_at_a_time(tmp_path, tiny_lla
     assert peaks[2] - peaks[1] == pytest.approx((peaks[4] - peaks[2]) / 2, rel=0.05)
     tokens = [plan["stages"]["train_draft"]["tokens_in"]["value"] for plan in (everything, states(2, rolling={"passes": 3}))]
     assert tokens[0] * 3 == pytest.approx(tokens[1] * 4, rel=0.01)  # passes over all rows
+
+
+def test_a_deleted_part_is_finished_work_unless_its_training_has_changed(tmp_path, tiny_llama):
+    def config(**shape):
+        return make_config(tiny_llama, training={"dtype": "float32", "rolling": {}, **shape})
+
+    run = FinishedParts(config(), tmp_path / "planned")
+    run.collect()
+    for part in ("part-0", "part-1", "val"):
+        run.answer(part)
+        run.tokenize(part)
+        run.extract(part, 256)
+    for made in ("vocab/coverage.json", "draft/config.json", "target/head.safetensors"):
+        (run.run / made).parent.mkdir(exist_ok=True)
+        (run.run / made).touch()
+    place = cpu(run.run)
+    before = make(config(), place)["stages"]
+    assert before["extract_hidden_states"]["jobs_left"] == 0
+    trained = config().training.model_dump(exclude=train_draft.NOT_SCIENCE)
+    write_json(run.run / "checkpoints/0.json", {"provenance": {"training": trained}})
+    (run.run / "hidden/part-0/shard-0.pt").unlink()
+    write_json(run.run / "hidden/part-0/released.json", {})
+
+    found = make(config(), place)["stages"]
+    assert (found["extract_hidden_states"]["jobs_left"], found["train_draft"]["jobs_left"]) == (0, 1)
+    changed = make_plan(config(learning_rate=2e-3), place, HARDWARE)
+    assert [job.name for job in changed.stages[3].left] == ["part-0"] and changed.stages[3].name == "extract_hidden_states"
+    assert "rolling: deleted after a training with other settings, and counted as to be extracted: part-0" in as_text(changed)
+    assert len(changed.stages[5].left) == 2 and changed.stages[5].name == "train_draft"
