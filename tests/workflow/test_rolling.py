@@ -1,6 +1,7 @@
 """`training.rolling` with the real engine: the peak on disk, kills in between, and what asks for deleted parts again."""
 
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -42,10 +43,10 @@ def rolling_config(target: Target, run: str, **training: Any) -> dict[str, Any]:
 
 
 class RollingRun:
-    """One run of a checkout, up to its selected checkpoint and the deletion of its last part."""
+    """One run of a checkout: the whole of it, or up to its selected checkpoint and the deletion of its last part."""
 
-    def __init__(self, checkout: Checkout, target: Target, name: str) -> None:
-        self.checkout, self.target, self.root = checkout, target, checkout.root.resolve()
+    def __init__(self, checkout: Checkout, target: Target, name: str, whole: bool = False) -> None:
+        self.checkout, self.target, self.root, self.whole = checkout, target, checkout.root.resolve(), whole
         self.folder = self.root / "results" / name
         self.name = name
         self.configure()
@@ -56,7 +57,7 @@ class RollingRun:
 
     def options(self) -> list[str]:
         released = [f"results/{self.name}/hidden/part-{part}/released.json" for part in range(PARTS)]
-        wanted = [f"results/{self.name}/selected.json", *released]
+        wanted = [] if self.whole else [f"results/{self.name}/selected.json", *released]
         return [*wanted, "--cores", "all", "--rerun-incomplete", "--configfile", f"{self.name}.yaml"]
 
     def make(self, *options: str, succeeds: bool = True) -> str:
@@ -64,8 +65,10 @@ class RollingRun:
 
     def parts_on_disk(self) -> set[str]:
         """Parts of which any state file exists, as an output or in the store."""
-        states = [*self.folder.glob("hidden/part-*/*.pt"), *self.folder.glob("store/extract_hidden_states/*/part-*/**/*.pt")]
-        return {next(name for name in path.parts if name.startswith("part-")) for path in states}
+        roots = (self.folder / "hidden", self.folder / "store/extract_hidden_states")
+        found = [each for root in roots for each in os.walk(root)]  # passes over folders that vanish meanwhile
+        folders = [folder for folder, _, files in found if any(name.endswith(".pt") for name in files)]
+        return {name for folder in folders for name in folder.split("/") if name.startswith("part-")}
 
     @contextmanager
     def watched(self) -> Iterator[list[set[str]]]:
@@ -84,8 +87,10 @@ class RollingRun:
         try:
             yield seen
         finally:
+            watched = watcher.is_alive()
             ended.set()
             watcher.join()
+        assert watched
 
     def kill_when(self, condition: Callable[[], bool]) -> None:
         """Starts the run, kills Snakemake with SIGKILL at the condition, and waits until its jobs have ended themselves."""
@@ -123,18 +128,18 @@ def module_checkout(checkout, tiny_llama) -> Checkout:
 
 @pytest.fixture(scope="module")
 def undisturbed(module_checkout, tiny_llama) -> tuple[RollingRun, list[set[str]]]:
-    """A finished run, and which parts were on disk together while it ran."""
-    run = RollingRun(module_checkout, tiny_llama, "undisturbed")
+    """A finished run with its evaluation and report, and which parts were on disk together while it ran."""
+    run = RollingRun(module_checkout, tiny_llama, "undisturbed", whole=True)
     with run.watched() as seen:
         run.make()
     return run, seen
 
 
 def test_dry_run_shows_the_whole_run_with_one_segment_for_each_part(module_checkout, tiny_llama):
-    planned = jobs(RollingRun(module_checkout, tiny_llama, "planned").make("-n"))
+    planned = jobs(RollingRun(module_checkout, tiny_llama, "planned", whole=True).make("-n"))
     assert planned["extract_hidden_states"] == PARTS + 1
     assert planned["train_draft"] == planned["release_part"] == PARTS
-    assert planned["schedule_training"] == 1
+    assert planned["schedule_training"] == planned["check_gate"] == 1
 
 
 @pytest.mark.slow
@@ -143,6 +148,7 @@ def test_no_more_parts_than_configured_are_on_disk_and_none_in_the_end(undisturb
     assert max(len(parts) for parts in seen) == ON_DISK
     assert set.union(*seen) == {f"part-{part}" for part in range(PARTS)}
     assert run.parts_on_disk() == set()
+    assert (run.folder / "gate.passed").is_file() and "deleted after training" in (run.folder / "report.html").read_text()
     assert len(list((run.folder / "hidden/val").glob("shard-*.pt"))) == 2
     for part in range(PARTS):
         manifest = json.loads((run.folder / f"hidden/part-{part}/manifest.json").read_text())
@@ -172,6 +178,10 @@ def test_a_second_run_asks_for_nothing_that_was_deleted(undisturbed):
     script = run.root / "scripts/extract_hidden_states.py"
     script.write_text(script.read_text() + "\nEDITED = True\n")
     assert "Nothing to be done" in run.make()
+    script = run.root / "scripts/check_gate.py"
+    script.write_text(script.read_text() + "\nEDITED = True\n")
+    assert jobs(run.make("-n")) == {"check_gate": 1, "all": 1}
+    run.make("--touch")
 
 
 @pytest.mark.slow
@@ -219,6 +229,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights_within_
 def test_after_the_advice_of_the_refusal_parts_are_extracted_and_trained_again(module_checkout, tiny_llama, undisturbed):
     run, _ = undisturbed
     run.configure(learning_rate=2e-3)
+    run.whole = False
     for part in run.folder.glob("hidden/part-*"):
         shutil.rmtree(part)
     with run.watched() as seen:
