@@ -254,7 +254,8 @@ def rolling_notes(plan: Plan, extraction: StagePlan) -> list[str]:
     if jobs and plan.seconds_together is not None:
         one_by_one = duration(sum(job.seconds for job in jobs))
         took = duration(plan.seconds_together)
-        notes.append(f"rolling: extraction and training take {took} on {plan.place.nodes} nodes, {one_by_one} one by one")
+        where = f"{plan.place.nodes} node{'s' if plan.place.nodes > 1 else ''}"
+        notes.append(f"rolling: extraction and training take {took} on {where}, {one_by_one} one by one")
     gone = [part.name for part in plan.data.parts if is_released(plan.place.run / "hidden" / part.name)]
     again = [job.name for job in extraction.left if job.name in gone]
     if again:
