@@ -98,7 +98,7 @@ def capture(work: Path, tokens: int) -> dict[str, Any]:
         began = time.perf_counter()
         for number, batch in enumerate(batches):
             extractor.start(batch, folder / f"{number}.pt")
-        extractor.finish()
+        extractor.results(wait=True)
         seconds = time.perf_counter() - began
         runner = extractor.installed["runner"]
     written = sum(path.stat().st_size for path in folder.glob("*.pt"))
@@ -108,32 +108,59 @@ def capture(work: Path, tokens: int) -> dict[str, Any]:
     return {**rate, "load_s": loaded, "runner": runner, "proof": proof.record()}
 
 
-def train(work: Path, draft: str, length: int, zero_stage: int, recompute: bool, dtype: str = "bfloat16") -> dict[str, Any]:
-    """Steps of one row of `length` tokens each with random states; the first ones compile and do not count."""
+def train(work: Path, draft: str, zero_stage: int, shapes: list[tuple[int, bool]], dtype: str = "bfloat16") -> dict[str, Any]:
+    """Steps of one row of each length with random states, with and without recomputation: a record of each shape.
+
+    The first steps of a shape compile and do not count. A shape that does not fit is recorded as such.
+    """
     import torch
 
-    from scripts.eagle3 import training, zero
-    from scripts.eagle3.packing import TrainingRows, open_shards
-    from scripts.eagle3.rows import row_key
-    from scripts.eagle3.shards import StateRow, write_shard
+    from scripts.eagle3 import zero
     from scripts.train_draft import start_draft
 
     folder = work / f"train-{draft}"
     files = draft_files(work, folder, DRAFTS[draft])
+    longest = max(length for length, _ in shapes)
     settings = Training(
-        segments=1, ttt_steps=4, batch_tokens=length, dtype=dtype, zero_stage=zero_stage, loggers=[], learning_rate=1e-4
+        segments=1, ttt_steps=4, batch_tokens=longest, dtype=dtype, zero_stage=zero_stage, loggers=[], learning_rate=1e-4
     )
-    generator = torch.Generator().manual_seed(length)
-    hidden, rows = random_target.WIDTHS["hidden_size"], []
-    for _ in range(WARM_STEPS + STEPS):
-        ids = torch.randint(0, 1000, (length + 1,), generator=generator, dtype=torch.int32)
-        states = torch.randn(length + 1, len(AUX) + 1, hidden, generator=generator, dtype=torch.float32).bfloat16()
-        rows.append(StateRow(row_key(ids.numpy()), ids, torch.arange(length + 1) > (1 - MASKED) * length, states))
-    write_shard(folder / "rows.pt", rows, [*AUX, 8], {})
-    del rows
-    data = TrainingRows(open_shards([folder / "rows.pt"], [*AUX, 8]), settings.ttt_steps, length)
     engine = start_draft(files, settings, zero.start_process_group())
-    engine.module.recompute = recompute
+    constant = {"draft": draft, "zero_stage": zero_stage, "dtype": dtype}
+    constant["trained_parameters"] = sum(parameter.numel() for parameter in engine.module.parameters())
+    records = []
+    for length, recompute in shapes:
+        engine.module.recompute = recompute
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            measured = train_steps(engine, folder / "rows.pt", settings.model_copy(update={"batch_tokens": length}))
+        except torch.OutOfMemoryError as error:
+            measured = {"out_of_memory": str(error).split(". ")[0]}
+            engine.optimizer.zero_grad()
+        records.append({**constant, "length": length, "recompute": recompute, **measured})
+        print(records[-1], flush=True)
+    return {"records": records}
+
+
+def train_steps(engine: Any, path: Path, settings: Training) -> dict[str, Any]:
+    """A few optimiser steps of one row of `batch_tokens` each; the states pass through a shard at `path`."""
+    import torch
+
+    from scripts.eagle3 import training
+    from scripts.eagle3.packing import TrainingRows, open_shards
+    from scripts.eagle3.rows import row_key
+    from scripts.eagle3.shards import StateRow, write_shard
+
+    length, hidden, layers = settings.batch_tokens, random_target.WIDTHS["hidden_size"], [*AUX, 8]
+    rows = []
+    for _ in range(WARM_STEPS + STEPS):
+        ids = torch.randint(0, 1000, (length + 1,), dtype=torch.int32)
+        states = torch.randn(length + 1, len(layers), hidden, dtype=torch.bfloat16, device="cuda").cpu()
+        rows.append(StateRow(row_key(ids.numpy()), ids, torch.arange(length + 1) > (1 - MASKED) * length, states))
+    write_shard(path, rows, layers, {})
+    del rows
+    torch.cuda.empty_cache()
+    data = TrainingRows(open_shards([path], layers), settings.ttt_steps, length)
     records: list[dict[str, Any]] = []
 
     class Log:
@@ -142,10 +169,7 @@ def train(work: Path, draft: str, length: int, zero_stage: int, recompute: bool,
 
     training.train_segment(engine, data, training.plan_segment(data, settings, 0), settings, Log())  # type: ignore[arg-type]
     speeds = sorted(record["tokens_per_s"] for record in records[WARM_STEPS:])
-    trained = sum(parameter.numel() for parameter in engine.module.parameters())
     return {
-        **{"draft": draft, "length": length, "zero_stage": zero_stage, "recompute": recompute, "dtype": dtype},
-        "trained_parameters": trained,
         "tokens_per_s": speeds[len(speeds) // 2],
         "loader_wait": max(record["loader_wait"] for record in records[WARM_STEPS:]),
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
@@ -211,12 +235,11 @@ def plan(tokens: int, only: list[str]) -> list[tuple[str, dict[str, Any], dict[s
         ("prefill", {"tokens": tokens, "eager": False}, v1, 300),
         ("canary", {"draft": "gqa"}, {}, 540),
     ]
-    shapes = [(4096, 1), (8192, 1), (16384, 1), (8192, 3)]
-    for length, stage in shapes:
-        for recompute in (True, False):
-            steps.append(("train", {"draft": "llama", "length": length, "zero_stage": stage, "recompute": recompute}, {}, 180))
-    steps.append(("train", {"draft": "gqa", "length": 8192, "zero_stage": 1, "recompute": True}, {}, 180))
-    steps.append(("train", {"draft": "llama", "length": 4096, "zero_stage": 0, "recompute": True, "dtype": "float32"}, {}, 180))
+    every = [(length, recompute) for length in (4096, 8192, 16384) for recompute in (True, False)]
+    steps.append(("train", {"draft": "llama", "zero_stage": 1, "shapes": every}, {}, 420))
+    steps.append(("train", {"draft": "llama", "zero_stage": 3, "shapes": every[2:4]}, {}, 240))
+    steps.append(("train", {"draft": "llama", "zero_stage": 0, "shapes": every[:1], "dtype": "float32"}, {}, 240))
+    steps.append(("train", {"draft": "gqa", "zero_stage": 1, "shapes": every[2:3]}, {}, 240))
     return [step for step in steps if step[0] in only]
 
 
