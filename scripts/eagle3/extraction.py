@@ -160,11 +160,11 @@ def extract_part(part: Part, target: Target, hardware: Hardware, dtype: str) -> 
             # the same rows whatever is missing, so that a job that goes on writes the same manifest
             proof = extractor.prove(list(part.rows.values()), part.store.folder / "proof")
             part.proofs.put("proof", proof.record())
-            _run_batches(part, extractor, batches)
+            run_batches(part, extractor, batches)
     part.clean()
 
 
-def _run_batches(part: Part, extractor: Extractor, batches: Sequence[Batch]) -> None:
+def run_batches(part: Part, extractor: Extractor, batches: Sequence[Batch]) -> None:
     """Computes batch after batch; writing them, and finishing a shard, overlaps with the next ones."""
     progress = Progress("extract_hidden_states", len(part.rows), done=len(part.rows) - len(part.missing()))
     finished: list[Future[Path]] = []
