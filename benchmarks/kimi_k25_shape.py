@@ -18,7 +18,7 @@ from benchmarks import random_target
 from benchmarks.harness import Step, run_one, run_steps
 from scripts.eagle3.config import Draft, Target, Training, Vocabulary
 from scripts.eagle3.draft_files import DraftFiles
-from scripts.eagle3.engine import Hardware
+from scripts.eagle3.engine import Hardware, load_engine
 from scripts.eagle3.files import read_json, sha256_file, write_json
 
 AUX = [2, 4, 5]
@@ -127,11 +127,20 @@ def draft_files(work: Path, folder: Path, draft: Draft) -> DraftFiles:
 
 
 def canary(work: Path, draft: str) -> dict[str, Any]:
-    """Answers, states, training, export, serving: scripts.canary on this target, with fewer and longer segments."""
+    """Answers, states, training, export, serving: scripts.canary on this target, with fewer and longer segments.
+
+    All engines are eager: compiling would take most of the time and show nothing more.
+    """
     from scripts import canary as stage
+    from scripts import evaluate_method, regenerate_responses
     from scripts.collect_conversations import run as collect
     from scripts.eagle3.config import Conversations, Parts, Source
 
+    def eager_engine(*arguments: Any, **options: Any) -> Any:
+        return load_engine(*arguments, **{**options, "eager": True})
+
+    for module in (regenerate_responses, evaluate_method):
+        setattr(module, "load_engine", eager_engine)  # noqa: B010 - a type checker would refuse the plain form
     stage.SEGMENTS, stage.PASSES = 1, 160  # a checkpoint with its resume state has 10 GB
     stage.MIN_DISTINCT_TOKENS = 1  # so wide a random target repeats itself: this shows that it is served, not how well
     train, evaluation = (

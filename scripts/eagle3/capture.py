@@ -63,11 +63,12 @@ def _deferred(path: Path, name: str) -> str:
 class CaptureExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`); its methods are called by `llm.collective_rpc`.
 
-    Order of calls: capture_install once; then per batch capture_expect, `llm.generate`, capture_results.
+    Order of calls: capture_install once; per batch capture_expect, `llm.generate`, capture_results; capture_close.
     """
 
-    def capture_install(self, aux_layer_ids: Sequence[int], num_hidden_layers: int) -> dict[str, str]:
-        """Hooks the loaded model. Returns the names of what runs, or {"error": one line}."""
+    def capture_install(self, aux_layer_ids: Sequence[int], num_hidden_layers: int, state_bytes: int) -> dict[str, str]:
+        """Hooks the loaded model; `state_bytes`: of one token's states, at most. Returns the names of what runs, or
+        {"error": one line}."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
         model = self.get_model()  # type: ignore[attr-defined]
@@ -78,7 +79,8 @@ class CaptureExtension:
         if len(body.layers) != num_hidden_layers:
             return {"error": f"{type(model).__name__} has {len(body.layers)} layers, expected {num_hidden_layers}"}
         max_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
-        writer = CaptureWriter(max_tokens) if get_tensor_model_parallel_rank() == 0 else None
+        stores = get_tensor_model_parallel_rank() == 0
+        writer = CaptureWriter(max_tokens, len(aux_layer_ids) + 1, state_bytes) if stores else None
         self._capture = _Capture(list(aux_layer_ids), writer)
         self._capture.hook(model, body)
         runner = type(self.model_runner)  # type: ignore[attr-defined]
@@ -92,6 +94,11 @@ class CaptureExtension:
         """Of the batches whose writing has ended, or of all: {"path", "keys", "rejected": [[row_key, layer, reason]]} or
         {"error": one line}. Other ranks than the first have none."""
         return self._capture.writer.results(wait) if self._capture.writer else []
+
+    def capture_close(self) -> None:
+        """Ends what was started beside the engine."""
+        if self._capture.writer:
+            self._capture.writer.close()
 
 
 def unsupported(vllm_config: Any, model: Any) -> str | None:

@@ -1,65 +1,33 @@
-"""From the device into shards: forward passes go through a ring of host buffers, and threads write the rows in them.
+"""From the device into shards: forward passes go through a ring of shared host memory to processes that write them.
 
-In: a `Batch`, the rows of one shard file that are computed next, and the forward passes of the engine, one by one. Out: the
-states of each row in its place in the file. Host memory is bounded by the ring: when the disk is slower than the engine,
-the engine waits. A row is recognised by content: positions restart at 0 at each row, and a segment is written only where
-its token ids equal a row that was asked for.
+In: the rows of a shard file that are computed next, and the engine's forward passes, one by one. Out: the states of each
+row in its place in the file (capture_process). The engine's thread only starts copies and passes messages. Host memory is
+bounded by the ring: when the disk is slower than the engine, the engine waits.
 """
 
-import threading
+import mmap
+import os
+import subprocess
+import sys
 from collections import deque
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from scripts.eagle3.capture_process import Done, Job, SlotLayout, Wanted
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import cannot_write
-from scripts.eagle3.rows import row_key
 from scripts.eagle3.shards import DTYPES, ShardWriter, to_fp8
 
-# Forward passes on their way: one that is copied from the device, and those that threads write. A checksum and a write take
-# about as long as the engine needs for the same tokens, so two writers keep up with it; the third is for the disk's moods.
+ROOT = Path(__file__).resolve().parents[2]
+# A checksum and a write take about as long as the engine needs for the same tokens; two more are for the disk's moods.
 WRITERS = 3
-SLOTS = WRITERS + 1
-
-
-@dataclass
-class Step:
-    """One forward pass: ids and positions [tokens], states [tokens, layers, hidden], finite [tokens, layers].
-
-    scales: [tokens, layers] of float8 states.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    states: torch.Tensor
-    finite: torch.Tensor
-    scales: torch.Tensor | None = None
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that there are, by name."""
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-
-
-@dataclass
-class _Slot:
-    """Host memory for one forward pass, pinned where it comes from a GPU; made when it is first needed, then kept."""
-
-    memory: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def fit(self, name: str, like: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Pinned memory of `like`'s shape, as part of memory for `tokens` tokens or more."""
-        held = self.memory.get(name)
-        if held is None or held.dtype != like.dtype or held.shape[1:] != like.shape[1:] or len(held) < len(like):
-            shape = (max(tokens, len(like)), *like.shape[1:])
-            held = self.memory[name] = torch.empty(shape, dtype=like.dtype, pin_memory=True)
-        return held[: len(like)]
+# one forward pass for each writer, one that waits, one that is copied from the device
+SLOTS = WRITERS + 2
 
 
 class Batch:
@@ -67,79 +35,104 @@ class Batch:
 
     def __init__(self, file: ShardWriter, indices: Sequence[int], layer_ids: Sequence[int]) -> None:
         """indices: the rows' places in the file."""
-        self._file, self.layer_ids = file, layer_ids
-        self.problem: str | None = None
-        self.tasks: list[Future[None]] = []
-        shard = file.shard
-        self.dtype: torch.dtype = shard.content["hidden_states"].dtype
-        self._wanted: dict[str, list[int]] = {}
+        self.path, self.layer_ids = file.shard.path, layer_ids
+        states = file.shard.content["hidden_states"]
+        self.dtype: torch.dtype = states.dtype
+        self.state_bytes: int = states[0].numel() * states.element_size()
+        self.wanted: dict[str, Wanted] = {}
         for index in indices:
-            self._wanted.setdefault(shard.row_keys[index], []).append(index)
-        self._lengths = sorted({shard.offsets[index + 1] - shard.offsets[index] for index in indices}, reverse=True)
-        self._found: set[str] = set()
-        self._rejected: list[tuple[str, int, str]] = []
-        self._lock = threading.Lock()
+            key, tokens = file.shard.row_keys[index], file.shard.offsets[index + 1] - file.shard.offsets[index]
+            self.wanted.setdefault(key, Wanted(tokens, [])).places.append(file.place(index))
+        self.problem: str | None = None
+        self.passes = 0
+        self._written: set[str] = set()
+        self._rejected: dict[str, int] = {}
 
-    def write(self, step: Step) -> None:
-        """Writes the rows of one forward pass that are asked for; in a thread of its own."""
-        for key, start, end in find_rows(step.token_ids, step.positions, self._wanted, self._lengths):
-            with self._lock:
-                if key in self._found:
-                    continue
-                self._found.add(key)
-            part = slice(start, end)
-            finite = step.finite[part]
-            if not bool(finite.all()):
-                layer = self.layer_ids[int((~finite).any(dim=0).nonzero()[0])]
-                self._rejected.append((key, layer, "not finite"))
-                continue
-            for index in self._wanted[key]:
-                self._file.put(index, step.states[part], None if step.scales is None else step.scales[part])
-
-    def done(self) -> bool:
-        """Whether every forward pass has been written."""
-        return all(task.done() for task in self.tasks)
+    def add(self, done: Done) -> None:
+        """A forward pass has been written."""
+        self.passes -= 1
+        self._written |= set(done.written)
+        self._rejected |= dict(done.rejected)
+        if done.error:
+            self.problem = self.problem or str(cannot_write(self.path, OSError(done.error)))
 
     def result(self) -> dict[str, Any]:
-        """Waits for the writers: {"path", "keys", "rejected": [[row_key, layer, reason]]} or {"error": one line}."""
-        path = self._file.shard.path
-        try:
-            for task in self.tasks:
-                task.result()
-            if self.problem:
-                raise StageError(self.problem)
-            self._check_complete()
-        except OSError as error:
-            return {"error": str(cannot_write(path, error))}
-        except StageError as error:
-            return {"error": str(error)}
-        rejected = sorted(self._rejected)
-        keys = self._found - {key for key, _, _ in rejected}
-        return {"path": str(path), "keys": sorted(keys), "rejected": [list(entry) for entry in rejected]}
-
-    def _check_complete(self) -> None:
-        missing = [key for key in self._wanted if key not in self._found]
-        if missing:
-            tokens = len(self._file.shard.tokens(self._wanted[missing[0]][0]).token_ids)
-            raise StageError(
-                f"capture: {len(missing)} of {len(self._wanted)} rows were not computed in one piece, e.g. {missing[0]} of "
-                f"{tokens} tokens; the engine cut or cached a row: run again, and report it if it stays"
+        """{"path", "keys", "rejected": [[row_key, layer, reason]]} or {"error": one line}, all passes being written."""
+        missing = [key for key in self.wanted if key not in self._written and key not in self._rejected]
+        if missing and not self.problem:
+            self.problem = (
+                f"capture: {len(missing)} of {len(self.wanted)} rows were not computed in one piece, e.g. {missing[0]} of "
+                f"{self.wanted[missing[0]].tokens} tokens; the engine cut or cached a row: run again, and report it if it stays"
             )
+        if self.problem:
+            return {"error": self.problem}
+        rejected = [[key, self.layer_ids[index], "not finite"] for key, index in sorted(self._rejected.items())]
+        return {"path": str(self.path), "keys": sorted(self._written), "rejected": rejected}
+
+
+class _Copy(NamedTuple):
+    """A forward pass on its way to the host; the device's tensors are held until the event has happened."""
+
+    batch: Batch
+    slot: int
+    tokens: int
+    held: list[torch.Tensor]
+    event: Any
+
+
+class _Writer:
+    """One writing process."""
+
+    def __init__(self, memory: int, layout: SlotLayout) -> None:
+        self.connection, theirs = Pipe()
+        # imported, not run by name: what it sends is then of the same classes here and there
+        command = [sys.executable, "-c", "from scripts.eagle3.capture_process import main; main()"]
+        command += map(str, [theirs.fileno(), memory, layout.max_tokens, layout.layers, layout.state_bytes])
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno(), memory])
+        theirs.close()
+        self.running: deque[Batch] = deque()
+
+    def send(self, copy: _Copy) -> None:
+        batch = copy.batch
+        scaled = batch.dtype == DTYPES["fp8"]
+        self.connection.send(Job(str(batch.path), copy.slot, copy.tokens, batch.state_bytes, scaled, batch.wanted))
+        self.running.append(batch)
+
+    def take(self) -> int:
+        """Takes the oldest job's answer; returns its slot, which is free again."""
+        try:
+            done: Done = self.connection.recv()
+        except (EOFError, ConnectionError) as error:
+            code = self.process.wait()
+            raise StageError(
+                f"a process that writes states ended with exit code {code}; if it was killed for memory, lower batch_tokens"
+            ) from error
+        self.running.popleft().add(done)
+        return done.slot
 
 
 class CaptureWriter:
     """Takes forward passes from the engine's thread and has them written; batches end in the order of their beginning."""
 
-    def __init__(self, max_tokens: int) -> None:
-        """max_tokens: of one forward pass; buffers are made for as many."""
-        self._max_tokens = max_tokens
-        self._slots: SimpleQueue[_Slot] = SimpleQueue()
-        for _ in range(SLOTS):
-            self._slots.put(_Slot())
-        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="capture_writer")
-        self._file: ShardWriter | None = None
-        self._batch: Batch | None = None
+    def __init__(self, max_tokens: int, layers: int, state_bytes: int) -> None:
+        """max_tokens: of one forward pass. state_bytes: of one token's states, at most."""
+        self._layout = SlotLayout(max_tokens, layers, state_bytes)
+        descriptor = os.memfd_create("captured_states")  # has no name that a killed job could leave behind
+        os.ftruncate(descriptor, SLOTS * self._layout.slot_bytes())
+        self._memory = mmap.mmap(descriptor, 0)
+        self._writers = [_Writer(descriptor, self._layout) for _ in range(WRITERS)]
+        os.close(descriptor)
+        if torch.cuda.is_available():
+            _pin(self._memory)
+        arrays = [self._layout.arrays(self._memory, slot) for slot in range(SLOTS)]
+        self._slots = [{name: torch.from_numpy(array) for name, array in slot.items()} for slot in arrays]
+        self._free = list(range(SLOTS))
+        self._copies: deque[_Copy] = deque()
         self._running: deque[Batch] = deque()
+        self._batch: Batch | None = None
+        self._file: ShardWriter | None = None
         self._stream: Any = None
 
     def expect(self, path: Path, indices: Sequence[int], layer_ids: Sequence[int]) -> None:
@@ -155,77 +148,99 @@ class CaptureWriter:
             self._batch.problem = self._batch.problem or problem
 
     def take(self, token_ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
-        """One forward pass: ids and positions [tokens], one state [tokens, hidden] per layer; waits for a free buffer."""
-        batch = self._batch
+        """One forward pass: ids and positions [tokens], one state [tokens, hidden] per layer; waits for room in the ring."""
+        batch, tokens = self._batch, len(token_ids)
         if batch is None:  # a warm-up of the engine
+            return
+        width = sum(state.shape[1] for state in states) * batch.dtype.itemsize
+        if tokens > self._layout.max_tokens or width != batch.state_bytes:
+            given, expected = (tokens, width), (self._layout.max_tokens, batch.state_bytes)
+            self.fail(f"capture: a forward pass of {given} tokens and bytes a token, expected at most {expected}")
             return
         stacked = torch.stack(states, dim=1)
         finite = torch.linalg.vector_norm(stacked, float("inf"), dim=-1).isfinite()
         numbers, scales = to_fp8(stacked) if batch.dtype == DTYPES["fp8"] else (stacked.to(batch.dtype), None)
-        # ids and positions are the runner's buffers and change with the next step
-        step = Step(token_ids.clone(), positions.clone(), numbers, finite, scales)
-        slot = self._slots.get()
-        copied: list[Any] = []
-        if numbers.is_cuda:
-            step, copied = self._to_host(step, slot)
-        batch.tasks.append(self._writers.submit(self._write, batch, step, slot, copied))
+        # ids and positions are the runner's buffers and change with the next pass: these are copies
+        found = {"token_ids": token_ids.to(torch.int32, copy=True), "positions": positions.to(torch.int32, copy=True)}
+        found |= {"finite": finite} | ({} if scales is None else {"scales": scales})
+        self._pump(wait_for_room=True)
+        self._start_copy(batch, self._free.pop(), {**found, "states": numbers})
 
     def results(self, wait: bool) -> list[dict[str, Any]]:
         """Ends the batch that runs; results of the oldest batches, of those that are written or of all."""
         self._end_batch()
+        self._pump()
         found = []
-        while self._running and (wait or self._running[0].done()):
+        while self._running and (wait or not self._running[0].passes):
+            while self._running[0].passes:
+                self._wait()
             found.append(self._running.popleft().result())
         return found
+
+    def close(self) -> None:
+        """Ends the writing processes."""
+        for writer in self._writers:
+            writer.connection.close()
+        for writer in self._writers:
+            writer.process.wait()
 
     def _end_batch(self) -> None:
         if self._batch is not None:
             self._running.append(self._batch)
         self._batch = None
 
-    def _to_host(self, step: Step, slot: _Slot) -> tuple[Step, list[Any]]:
-        """Starts the copy on a stream of its own; returns the host's step, and what is held until the copy is done."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            host = {}
-            for name, source in step.tensors().items():
-                host[name] = slot.fit(name, source, self._max_tokens)
-                host[name].copy_(source, non_blocking=True)
+    def _start_copy(self, batch: Batch, slot: int, found: dict[str, torch.Tensor]) -> None:
+        """Copies on a stream of its own: the engine's next kernels do not wait for it."""
+        tokens, event = len(found["states"]), None
+        targets = {name: array[:tokens] for name, array in self._slots[slot].items() if name in found}
+        # a file's states may be narrower than the ring is made for
+        targets["states"] = self._slots[slot]["states"].view(-1)[: tokens * batch.state_bytes].view(tokens, batch.state_bytes)
+        found["states"] = found["states"].view(tokens, -1).view(torch.uint8)
+        if found["states"].is_cuda:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
             event = torch.cuda.Event()
-            event.record(self._stream)
-        return Step(**host), [event, step]
+        with torch.cuda.stream(self._stream):  # None: the CPU's
+            for name, source in found.items():
+                targets[name].copy_(source.view(tokens, -1), non_blocking=True)
+            if event:
+                event.record()
+        batch.passes += 1
+        self._copies.append(_Copy(batch, slot, tokens, list(found.values()), event))
+        self._pump()
 
-    def _write(self, batch: Batch, step: Step, slot: _Slot, copied: list[Any]) -> None:
-        try:
-            if copied:
-                copied[0].synchronize()
-                copied.clear()  # the device's memory is free for the next step
-            batch.write(step)
-        finally:
-            self._slots.put(slot)
+    def _pump(self, wait_for_room: bool = False) -> None:
+        """Sends what is copied and takes what is written; waits until a slot is free if asked."""
+        while self._copies and (self._copies[0].event is None or self._copies[0].event.query()):
+            self._send(self._copies.popleft())
+        while any(self._poll(0)):
+            pass
+        while wait_for_room and not self._free:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until the next forward pass is written."""
+        while self._copies and not any(writer.running for writer in self._writers):
+            copy = self._copies.popleft()
+            if copy.event is not None:
+                copy.event.synchronize()
+            self._send(copy)
+        self._poll(None)
+        self._pump()
+
+    def _poll(self, timeout: float | None) -> list[Connection]:
+        busy: dict[Any, _Writer] = {writer.connection: writer for writer in self._writers if writer.running}
+        ready: list[Any] = wait(list(busy), timeout) if busy else []
+        self._free += [busy[connection].take() for connection in ready]
+        return ready
+
+    def _send(self, copy: _Copy) -> None:
+        min(self._writers, key=lambda writer: len(writer.running)).send(copy)
 
 
-def find_rows(
-    token_ids: torch.Tensor, positions: torch.Tensor, wanted: Collection[str], lengths: Sequence[int]
-) -> list[tuple[str, int, int]]:
-    """Rows in one forward pass: (row key, first token, one after the last).
-
-    A row's segment begins at a position 0 and counts up without a gap. The segment may be longer than the row where padding
-    follows. lengths: of the wanted rows, descending.
-    """
-    ids, found = token_ids.to(torch.int32), []
-    # a boundary is wherever the position does not continue the one before
-    breaks = ((positions[1:] - positions[:-1]) != 1).nonzero().flatten() + 1
-    for start, end in pairwise([0, *breaks.tolist(), len(ids)]):
-        if start == end or int(positions[start]) != 0:
-            continue
-        for length in (n for n in lengths if n <= end - start):
-            if length < end - start and end < len(ids):
-                continue  # only the last segment can run into padding
-            key = row_key(ids[start : start + length].numpy())
-            if key in wanted:
-                found.append((key, start, start + length))
-                break
-    return found
+def _pin(memory: mmap.mmap) -> None:
+    """Lets the GPU copy into the memory by itself; where that is forbidden, copies are only slower."""
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    error = torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
+    if int(error) != 0:
+        print(f"capture: {len(memory)} bytes of host memory could not be pinned ({error}); copies are slower", flush=True)

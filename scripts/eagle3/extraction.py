@@ -45,7 +45,10 @@ class Extractor:
         self.llm, self.target = llm, target
         self.layer_ids = captured_layer_ids(target.aux_layer_ids, target.num_hidden_layers)
         self.provenance = states_provenance(target, dtype)
-        answers = llm.collective_rpc("capture_install", args=(list(target.aux_layer_ids), target.num_hidden_layers))
+        itemsize = max(DTYPES[name].itemsize for name in (dtype, target.dtype))  # the proof is made in the target's
+        self.hidden_size = int(text_config(target)["hidden_size"])
+        arguments = (list(target.aux_layer_ids), target.num_hidden_layers, len(self.layer_ids) * self.hidden_size * itemsize)
+        answers = llm.collective_rpc("capture_install", args=arguments)
         for answer in answers:
             if "error" in answer:
                 raise StageError(f"{target.path}: {answer['error']}")
@@ -82,9 +85,8 @@ class Extractor:
         dtype: of the states in the file, instead of the extractor's own.
         """
         provenance = {**self.provenance, "dtype": dtype or self.provenance["dtype"]}
-        hidden = int(text_config(self.target)["hidden_size"])
         tokens = [shard_tokens(row) for row in rows]
-        create_shard(path, tokens, self.layer_ids, hidden, DTYPES[provenance["dtype"]], provenance)
+        create_shard(path, tokens, self.layer_ids, self.hidden_size, DTYPES[provenance["dtype"]], provenance)
         outputs = self.start(rows, path, range(len(rows)), **sampling)
         for result in self.results(wait=True):
             for key, layer, reason in result["rejected"]:
@@ -125,7 +127,11 @@ def open_extractor(target: Target, hardware: Hardware, longest: int, dtype: str,
         **{"enable_chunked_prefill": False, **options},
     )
     try:
-        yield Extractor(llm, target, dtype)
+        extractor = Extractor(llm, target, dtype)
+        try:
+            yield extractor
+        finally:
+            llm.collective_rpc("capture_close")
     finally:
         unload_engine(llm)
 

@@ -25,9 +25,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from scripts.eagle3.capture_process import Place, write_at, write_row
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import write_atomically
 from scripts.eagle3.provenance import check_provenance
@@ -146,7 +146,7 @@ def _lay_out(path: Path, content: dict[str, Any]) -> None:
     try:
         for name, tensor in content.items():
             if isinstance(tensor, torch.Tensor) and name not in STATES:
-                _write_at(descriptor, _bytes(tensor), places[name])
+                write_at(descriptor, _bytes(tensor), places[name])
     finally:
         os.close(descriptor)
 
@@ -169,15 +169,19 @@ class ShardWriter:
             name: tensor[0].numel() * tensor.element_size() for name, tensor in self.shard.content.items() if name in STATES
         }
 
+    def place(self, index: int) -> Place:
+        """Where row `index` lies in the file."""
+        row, start = self.shard.tokens(index), self.shard.offsets[index]
+        states, scales = (
+            self._places[name] + start * self._token_bytes[name] if name in self._places else 0 for name in STATES
+        )
+        checksum = zlib.crc32(_bytes(row.loss_mask), zlib.crc32(_bytes(row.token_ids)))
+        return Place(states, scales, self._places["row_crc32"] + 8 * index, checksum)
+
     def put(self, index: int, states: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         """Writes the states [tokens, layers, hidden] of row `index`; from then on it counts as written. Raises OSError."""
-        row, start = self.shard.tokens(index), self.shard.offsets[index]
-        checksum = StateRow(*row, states, scales).crc32()
-        for name, tensor in (("hidden_states", states), ("scales", scales)):
-            if tensor is not None:
-                _write_at(self._file.fileno(), _bytes(tensor), self._places[name] + start * self._token_bytes[name])
-        # last: a row whose checksum is there is there
-        _write_at(self._file.fileno(), np.int64(checksum).tobytes(), self._places["row_crc32"] + 8 * index)
+        content = None if scales is None else _bytes(scales)
+        write_row(self._file.fileno(), self.place(index), _bytes(states), content)
 
     def same_file(self, path: Path) -> bool:
         """Whether `path` is the file that is open here, and not a new one in its place."""
@@ -301,14 +305,6 @@ def _places(path: Path, content: dict[str, Any]) -> dict[str, int]:
             file.seek(start + NAME_LENGTHS)
             places[name] = start + LOCAL_HEADER + sum(struct.unpack("<HH", file.read(4)))
     return places
-
-
-def _write_at(descriptor: int, content: Any, place: int) -> None:
-    """All bytes of `content` from `place` on; one write takes 2 GB at most."""
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view, place)
-        view, place = view[written:], place + written
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -84,7 +84,7 @@ def test_a_row_that_was_not_computed_is_refused(llama: Extractor, tmp_path: Path
 def make_shard(extractor: Extractor, rows: list[TokenRow], folder: Path) -> Path:
     """A shard with room for the rows' states."""
     tokens = [shard_tokens(row) for row in rows]
-    create_shard(folder / "rows.pt", tokens, LAYERS, 64, torch.float32, extractor.provenance)
+    create_shard(folder / "rows.pt", tokens, LAYERS, extractor.hidden_size, torch.float32, extractor.provenance)
     return folder / "rows.pt"
 
 

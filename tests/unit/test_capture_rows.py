@@ -31,7 +31,7 @@ def make_shard(path: Path, rows: list[list[int]], dtype: torch.dtype = torch.flo
 
 def run(path: Path, indices: list[int], *steps: Step) -> dict[str, Any]:
     """The result of a batch whose forward passes are `steps`: ids and positions; states are the token's index in its step."""
-    writer = CaptureWriter(max_tokens=16)
+    writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
     writer.expect(path, indices, LAYERS)
     for ids, positions in steps:
         state = torch.arange(len(ids)).float()[:, None].expand(-1, HIDDEN)
@@ -90,7 +90,7 @@ def test_rows_that_only_keep_company_are_not_written(tmp_path: Path) -> None:
 
 def test_a_row_with_infinity_is_rejected_with_its_layer_and_the_others_are_kept(tmp_path: Path) -> None:
     path = make_shard(tmp_path / "shard-0.pt", [[5, 6], [8, 9]])
-    writer = CaptureWriter(max_tokens=16)
+    writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
     writer.expect(path, [0, 1], LAYERS)
     states = [torch.ones(4, HIDDEN), torch.ones(4, HIDDEN)]
     states[1][3, 5] = float("inf")
@@ -103,7 +103,7 @@ def test_a_row_with_infinity_is_rejected_with_its_layer_and_the_others_are_kept(
 def test_many_forward_passes_of_many_batches_end_up_in_their_places(tmp_path: Path) -> None:
     # more passes than buffers, over two files, written by several threads
     rows = [[number, number + 1] for number in range(0, 200, 2)]
-    writer, results = CaptureWriter(max_tokens=16), []
+    writer, results = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS)), []
     for name in ("shard-0.pt", "shard-1.pt"):
         make_shard(tmp_path / name, rows)
         for start in range(0, len(rows), 4):
@@ -121,7 +121,7 @@ def test_many_forward_passes_of_many_batches_end_up_in_their_places(tmp_path: Pa
 def test_states_in_float8_come_back_within_its_rounding(tmp_path: Path) -> None:
     path = make_shard(tmp_path / "shard-0.pt", [[5, 6, 7]], DTYPES["fp8"])
     states = [torch.randn(3, HIDDEN) * torch.tensor([[1e-3], [1.0], [1e5]]), torch.zeros(3, HIDDEN)]
-    writer = CaptureWriter(max_tokens=16)
+    writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
     writer.expect(path, [0], LAYERS)
     writer.take(torch.tensor([5, 6, 7]), torch.tensor([0, 1, 2]), states)
     assert writer.results(wait=True)[0]["keys"]
