@@ -150,10 +150,10 @@ def extract(work: Path, tokens: int, batch_tokens: int, folder: str, dtype: str)
                     seconds.append(time.perf_counter() - began)
                 size = sum(path.stat().st_size for path in store.folder.glob("shards/*.pt"))
                 shutil.rmtree(root / str(turn))
-        runner = extractor.installed["runner"]
+        installed = extractor.installed
     total = sum(map(len, rows))
     return {
-        **{"tokens": total, "batches": len(batches), "shards": len(shards), "runner": runner, "load_s": loaded},
+        **{"tokens": total, "batches": len(batches), "shards": len(shards), **installed, "load_s": loaded},
         **{"tokens_per_s": total / min(seconds), "tokens_per_s_worse": total / max(seconds)},
         **{"gb_per_s": size / min(seconds) / 1e9, **watch.record(), "proof": proof.record()},
     }

@@ -84,7 +84,8 @@ class CaptureExtension:
         self._capture = _Capture(list(aux_layer_ids), writer)
         self._capture.hook(model, body)
         runner = type(self.model_runner)  # type: ignore[attr-defined]
-        return {"model": type(model).__name__, "runner": f"{runner.__module__}.{runner.__name__}"}
+        memory = "pinned" if writer and writer.pinned else "pageable"
+        return {"model": type(model).__name__, "runner": f"{runner.__module__}.{runner.__name__}", "host_memory": memory}
 
     def capture_expect(self, path: str, indices: Sequence[int]) -> None:
         """The next `generate` computes the rows with these numbers of the shard at `path`, which gets their states."""

@@ -41,10 +41,14 @@ class Wanted(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A forward pass: its slot in the memory, tokens, bytes of a token's states in the file, and the rows asked for."""
+    """A forward pass: its slot in the memory, tokens, bytes of a token's states in the file, and the rows asked for.
+
+    Several writers share it: each writes every `writers`-th row, from its own number on.
+    """
 
     path: str
     slot: int
+    writers: int
     tokens: int
     state_bytes: int
     scaled: bool
@@ -52,7 +56,7 @@ class Job(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What a forward pass held: keys of rows that were written; rejected ones with the index of the first bad layer."""
+    """A writer's share of a pass: keys of rows that were written; rejected ones with the index of the first bad layer."""
 
     slot: int
     written: list[str]
@@ -137,14 +141,14 @@ def write_row(descriptor: int, place: Place, states: Any, scales: Any | None) ->
     write_at(descriptor, np.int64(checksum).tobytes(), place.checksum)
 
 
-def write_pass(job: Job, arrays: dict[str, Array]) -> Done:
-    """Writes the rows of one forward pass that are asked for."""
+def write_pass(job: Job, number: int, arrays: dict[str, Array]) -> Done:
+    """Writes this writer's share of the rows of one forward pass that are asked for."""
     ids, positions = (arrays[name][: job.tokens, 0] for name in ("token_ids", "positions"))
     states = arrays["states"].reshape(-1)[: job.tokens * job.state_bytes].reshape(job.tokens, job.state_bytes)
     written, rejected = [], []
     descriptor = os.open(job.path, os.O_WRONLY)
     try:
-        for key, start, end in find_rows(ids, positions, job.wanted):
+        for key, start, end in find_rows(ids, positions, job.wanted)[number :: job.writers]:
             finite = arrays["finite"][start:end]
             if not finite.all():
                 rejected.append((key, int(np.flatnonzero(~finite.all(axis=0))[0])))
@@ -157,8 +161,8 @@ def write_pass(job: Job, arrays: dict[str, Array]) -> Done:
     return Done(job.slot, written, rejected)
 
 
-def serve(connection: Connection, memory: mmap.mmap, layout: SlotLayout) -> None:
-    """Does jobs until the other side closes the connection or dies."""
+def serve(number: int, connection: Connection, memory: mmap.mmap, layout: SlotLayout) -> None:
+    """Does its share of jobs until the other side closes the connection or dies."""
     arrays: dict[int, dict[str, Array]] = {}
     while True:
         try:
@@ -168,16 +172,16 @@ def serve(connection: Connection, memory: mmap.mmap, layout: SlotLayout) -> None
         if job.slot not in arrays:
             arrays[job.slot] = layout.arrays(memory, job.slot)
         try:
-            done = write_pass(job, arrays[job.slot])
+            done = write_pass(job, number, arrays[job.slot])
         except OSError as error:
             done = Done(job.slot, [], [], error.strerror or str(error))
         connection.send(done)
 
 
 def main() -> None:
-    """The process: descriptors of its connection and of the memory, then the layout's numbers, as arguments."""
+    """The process: its number, descriptors of its connection and of the memory, and the layout's numbers as arguments."""
     # a terminal's Ctrl-C reaches the whole group; what is being written ends with the engine's process
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
-    connection, memory, *sizes = map(int, sys.argv[1:])
-    serve(Connection(connection), mmap.mmap(memory, 0), SlotLayout(*sizes))
+    number, connection, memory, *sizes = map(int, sys.argv[1:])
+    serve(number, Connection(connection), mmap.mmap(memory, 0), SlotLayout(*sizes))

@@ -12,7 +12,8 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,10 @@ from scripts.eagle3.files import cannot_write
 from scripts.eagle3.shards import DTYPES, ShardWriter, to_fp8
 
 ROOT = Path(__file__).resolve().parents[2]
-# A checksum and a write take about as long as the engine needs for the same tokens; two more are for the disk's moods.
-WRITERS = 3
-# one forward pass for each writer, one that waits, one that is copied from the device
-SLOTS = WRITERS + 2
+# They share each forward pass. Checksum and write of one thread are slower than an engine; four reach what a disk takes.
+MAX_WRITERS = 4
+# forward passes: one that is written, one that waits for it, one that is copied from the device
+SLOTS = 3
 
 
 class Batch:
@@ -49,8 +50,7 @@ class Batch:
         self._rejected: dict[str, int] = {}
 
     def add(self, done: Done) -> None:
-        """A forward pass has been written."""
-        self.passes -= 1
+        """A part of a forward pass has been written."""
         self._written |= set(done.written)
         self._rejected |= dict(done.rejected)
         if done.error:
@@ -83,25 +83,23 @@ class _Copy(NamedTuple):
 class _Writer:
     """One writing process."""
 
-    def __init__(self, memory: int, layout: SlotLayout) -> None:
+    def __init__(self, number: int, memory: int, layout: SlotLayout) -> None:
         self.connection, theirs = Pipe()
         # imported, not run by name: what it sends is then of the same classes here and there
         command = [sys.executable, "-c", "from scripts.eagle3.capture_process import main; main()"]
-        command += map(str, [theirs.fileno(), memory, layout.max_tokens, layout.layers, layout.state_bytes])
+        command += map(str, [number, theirs.fileno(), memory, layout.max_tokens, layout.layers, layout.state_bytes])
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno(), memory])
         theirs.close()
-        self.running: deque[Batch] = deque()
+        self.running = 0
 
-    def send(self, copy: _Copy) -> None:
-        batch = copy.batch
-        scaled = batch.dtype == DTYPES["fp8"]
-        self.connection.send(Job(str(batch.path), copy.slot, copy.tokens, batch.state_bytes, scaled, batch.wanted))
-        self.running.append(batch)
+    def send(self, job: memoryview) -> None:
+        self.connection.send_bytes(job)
+        self.running += 1
 
-    def take(self) -> int:
-        """Takes the oldest job's answer; returns its slot, which is free again."""
+    def take(self) -> Done:
+        """The answer to the oldest job."""
         try:
             done: Done = self.connection.recv()
         except (EOFError, ConnectionError) as error:
@@ -109,8 +107,8 @@ class _Writer:
             raise StageError(
                 f"a process that writes states ended with exit code {code}; if it was killed for memory, lower batch_tokens"
             ) from error
-        self.running.popleft().add(done)
-        return done.slot
+        self.running -= 1
+        return done
 
 
 class CaptureWriter:
@@ -122,13 +120,14 @@ class CaptureWriter:
         descriptor = os.memfd_create("captured_states")  # has no name that a killed job could leave behind
         os.ftruncate(descriptor, SLOTS * self._layout.slot_bytes())
         self._memory = mmap.mmap(descriptor, 0)
-        self._writers = [_Writer(descriptor, self._layout) for _ in range(WRITERS)]
+        writers = max(1, min(MAX_WRITERS, (os.cpu_count() or 1) // 2))
+        self._writers = [_Writer(number, descriptor, self._layout) for number in range(writers)]
         os.close(descriptor)
-        if torch.cuda.is_available():
-            _pin(self._memory)
+        self.pinned = torch.cuda.is_available() and _pin(self._memory)
         arrays = [self._layout.arrays(self._memory, slot) for slot in range(SLOTS)]
         self._slots = [{name: torch.from_numpy(array) for name, array in slot.items()} for slot in arrays]
         self._free = list(range(SLOTS))
+        self._written: dict[int, tuple[Batch, int]] = {}  # slot -> whose pass it is, and how many writers are at it
         self._copies: deque[_Copy] = deque()
         self._running: deque[Batch] = deque()
         self._batch: Batch | None = None
@@ -219,8 +218,8 @@ class CaptureWriter:
             self._wait()
 
     def _wait(self) -> None:
-        """Until the next forward pass is written."""
-        while self._copies and not any(writer.running for writer in self._writers):
+        """Until the next part of a forward pass is written."""
+        if not any(writer.running for writer in self._writers) and self._copies:
             copy = self._copies.popleft()
             if copy.event is not None:
                 copy.event.synchronize()
@@ -228,19 +227,30 @@ class CaptureWriter:
         self._poll(None)
         self._pump()
 
-    def _poll(self, timeout: float | None) -> list[Connection]:
+    def _poll(self, timeout: float | None) -> list[Any]:
+        """Takes the answers that are there; returns the connections that had one."""
         busy: dict[Any, _Writer] = {writer.connection: writer for writer in self._writers if writer.running}
         ready: list[Any] = wait(list(busy), timeout) if busy else []
-        self._free += [busy[connection].take() for connection in ready]
+        for connection in ready:
+            done = busy[connection].take()
+            batch, left = self._written[done.slot]
+            batch.add(done)
+            self._written[done.slot] = batch, left - 1
+            if left == 1:
+                batch.passes -= 1
+                self._free.append(done.slot)
         return ready
 
     def _send(self, copy: _Copy) -> None:
-        min(self._writers, key=lambda writer: len(writer.running)).send(copy)
+        batch, scaled = copy.batch, copy.batch.dtype == DTYPES["fp8"]
+        job = Job(str(batch.path), copy.slot, len(self._writers), copy.tokens, batch.state_bytes, scaled, batch.wanted)
+        self._written[copy.slot] = batch, len(self._writers)
+        pickled = ForkingPickler.dumps(job)
+        for writer in self._writers:
+            writer.send(pickled)
 
 
-def _pin(memory: mmap.mmap) -> None:
-    """Lets the GPU copy into the memory by itself; where that is forbidden, copies are only slower."""
+def _pin(memory: mmap.mmap) -> bool:
+    """Lets the GPU copy into the memory by itself; where that is forbidden (False), copies are only slower."""
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    error = torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
-    if int(error) != 0:
-        print(f"capture: {len(memory)} bytes of host memory could not be pinned ({error}); copies are slower", flush=True)
+    return int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) == 0
