@@ -1,16 +1,12 @@
-"""What a target of Kimi-K2.5's widths takes on one large GPU, stage by stage, with few layers and random weights.
+"""What a target of Kimi-K2.5's widths takes on one large GPU, with few layers and random weights: training, serving.
 
 In: how many layers; one GPU of 141 GB holds eight with all 384 experts in INT4. Out: one JSON line per measurement in
-`{output}/results.jsonl`, and a table. Each measurement is a process of its own with a time limit; the first failure ends it.
+`{output}/results.jsonl`. Extraction: benchmarks/extraction_speed.py.
 
     python -m benchmarks.kimi_k25_shape --work /dev/shm/k25 --output results [--layers 8] [--experts 384] [--bfloat16]
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import random_target
-from scripts.eagle3.batches import TokenRow, make_row, plan_batches
+from benchmarks.harness import Step, run_one, run_steps
 from scripts.eagle3.config import Draft, Target, Training, Vocabulary
 from scripts.eagle3.draft_files import DraftFiles
-from scripts.eagle3.engine import Hardware, device_name, engine_version, load_engine, unload_engine
+from scripts.eagle3.engine import Hardware, load_engine
 from scripts.eagle3.files import read_json, sha256_file, write_json
 
 AUX = [2, 4, 5]
@@ -31,8 +27,6 @@ DRAFTS = {
     "gqa": Draft(num_attention_heads=64, num_key_value_heads=8, head_dim=128, intermediate_size=18432),
 }
 DRAFT_VOCAB = 32000
-BATCH_TOKENS = 16384
-LONGEST = 4096
 MASKED = 0.6
 STEPS, WARM_STEPS = 5, 2
 
@@ -43,97 +37,59 @@ def target_of(work: Path) -> Target:
     return Target(path=str(work / "target"), num_hidden_layers=layers, aux_layer_ids=AUX, trust_remote_code=True)
 
 
-def some_rows(tokens: int) -> list[TokenRow]:
-    """Rows of 512 to LONGEST tokens, of random ids, `tokens` in all."""
-    random = np.random.default_rng(0)
-    rows = []
-    while tokens > 0:
-        length = min(tokens, int(random.integers(512, LONGEST + 1)))
-        rows.append(make_row(random.integers(0, 1000, max(length, 2)).tolist()))
-        tokens -= length
-    return rows
+def train(work: Path, draft: str, zero_stage: int, shapes: list[tuple[int, bool]], dtype: str = "bfloat16") -> dict[str, Any]:
+    """Steps of one row of each length with random states, with and without recomputation: a record of each shape.
 
-
-def batches_of(rows: list[TokenRow]) -> list[list[TokenRow]]:
-    """As the extraction plans them."""
-    by_key = {row.key: row for row in rows}
-    return [[by_key[key] for key in batch.keys] for batch in plan_batches([rows], BATCH_TOKENS, 128)]
-
-
-def prefill(work: Path, tokens: int, eager: bool) -> dict[str, Any]:
-    """The plain engine on the batches of the extraction."""
-    from vllm import SamplingParams
-
-    batches = batches_of(some_rows(tokens))
-    hardware = Hardware(BATCH_TOKENS, 128)
-    options: dict[str, Any] = {"enable_chunked_prefill": False} if eager else {}
-    began = time.perf_counter()
-    llm = load_engine(target_of(work), hardware, max_model_len=LONGEST + 1, eager=eager, **options)
-    loaded = time.perf_counter() - began
-    parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-
-    def run(batch: list[TokenRow]) -> None:
-        llm.generate([{"prompt_token_ids": row.input_ids.tolist()} for row in batch], parameters, use_tqdm=False)
-
-    run(batches[-1])
-    began = time.perf_counter()
-    for batch in batches:
-        run(batch)
-    seconds = time.perf_counter() - began
-    unload_engine(llm)
-    return {"tokens": tokens, "tokens_per_s": tokens / seconds, "load_s": loaded}
-
-
-def capture(work: Path, tokens: int) -> dict[str, Any]:
-    """The same batches with all states captured, proven and written to `work`."""
-    from scripts.eagle3.extraction import open_extractor
-
-    rows = some_rows(tokens)
-    batches, folder = batches_of(rows), work / "states"
-    began = time.perf_counter()
-    with open_extractor(target_of(work), Hardware(BATCH_TOKENS, 128), LONGEST, "bfloat16") as extractor:
-        loaded = time.perf_counter() - began
-        proof = extractor.prove(rows, folder)
-        extractor.write(batches[-1], folder / "warm.pt")
-        began = time.perf_counter()
-        for number, batch in enumerate(batches):
-            extractor.start(batch, folder / f"{number}.pt")
-        extractor.finish()
-        seconds = time.perf_counter() - began
-        runner = extractor.installed["runner"]
-    written = sum(path.stat().st_size for path in folder.glob("*.pt"))
-    for path in folder.glob("*.pt"):
-        path.unlink()
-    rate = {"tokens": tokens, "tokens_per_s": tokens / seconds, "gb_per_s": written / seconds / 1e9}
-    return {**rate, "load_s": loaded, "runner": runner, "proof": proof.record()}
-
-
-def train(work: Path, draft: str, length: int, zero_stage: int, recompute: bool, dtype: str = "bfloat16") -> dict[str, Any]:
-    """Steps of one row of `length` tokens each with random states; the first ones compile and do not count."""
+    The first steps of a shape compile and do not count. A shape that does not fit is recorded as such.
+    """
     import torch
 
-    from scripts.eagle3 import training, zero
-    from scripts.eagle3.packing import TrainingRows, open_shards
-    from scripts.eagle3.rows import row_key
-    from scripts.eagle3.shards import StateRow, write_shard
+    from scripts.eagle3 import zero
     from scripts.train_draft import start_draft
 
     folder = work / f"train-{draft}"
     files = draft_files(work, folder, DRAFTS[draft])
+    longest = max(length for length, _ in shapes)
     settings = Training(
-        segments=1, ttt_steps=4, batch_tokens=length, dtype=dtype, zero_stage=zero_stage, loggers=[], learning_rate=1e-4
+        segments=1, ttt_steps=4, batch_tokens=longest, dtype=dtype, zero_stage=zero_stage, loggers=[], learning_rate=1e-4
     )
-    generator = torch.Generator().manual_seed(length)
-    hidden, rows = random_target.WIDTHS["hidden_size"], []
-    for _ in range(WARM_STEPS + STEPS):
-        ids = torch.randint(0, 1000, (length + 1,), generator=generator, dtype=torch.int32)
-        states = torch.randn(length + 1, len(AUX) + 1, hidden, generator=generator, dtype=torch.float32).bfloat16()
-        rows.append(StateRow(row_key(ids.numpy()), ids, torch.arange(length + 1) > (1 - MASKED) * length, states))
-    write_shard(folder / "rows.pt", rows, [*AUX, 8], {})
-    del rows
-    data = TrainingRows(open_shards([folder / "rows.pt"], [*AUX, 8]), settings.ttt_steps, length)
     engine = start_draft(files, settings, zero.start_process_group())
-    engine.module.recompute = recompute
+    constant = {"draft": draft, "zero_stage": zero_stage, "dtype": dtype}
+    constant["trained_parameters"] = sum(parameter.numel() for parameter in engine.module.parameters())
+    records = []
+    for length, recompute in shapes:
+        engine.module.recompute = recompute
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            measured = train_steps(engine, folder / "rows.pt", settings.model_copy(update={"batch_tokens": length}))
+        except torch.OutOfMemoryError as error:
+            measured = {"out_of_memory": str(error).split(". ")[0]}
+            engine.optimizer.zero_grad()
+        records.append({**constant, "length": length, "recompute": recompute, **measured})
+        print(records[-1], flush=True)
+    return {"records": records}
+
+
+def train_steps(engine: Any, path: Path, settings: Training) -> dict[str, Any]:
+    """A few optimiser steps of one row of `batch_tokens` each; the states pass through a shard at `path`."""
+    import torch
+
+    from scripts.eagle3 import training
+    from scripts.eagle3.packing import TrainingRows, open_shards
+    from scripts.eagle3.rows import row_key
+    from scripts.eagle3.shards import StateRow, write_shard
+
+    length, hidden, layers = settings.batch_tokens, random_target.WIDTHS["hidden_size"], [*AUX, 8]
+    rows = []
+    for _ in range(WARM_STEPS + STEPS):
+        ids = torch.randint(0, 1000, (length + 1,), dtype=torch.int32)
+        states = torch.randn(length + 1, len(layers), hidden, dtype=torch.bfloat16, device="cuda").cpu()
+        rows.append(StateRow(row_key(ids.numpy()), ids, torch.arange(length + 1) > (1 - MASKED) * length, states))
+    write_shard(path, rows, layers, {})
+    del rows
+    torch.cuda.empty_cache()
+    data = TrainingRows(open_shards([path], layers), settings.ttt_steps, length)
     records: list[dict[str, Any]] = []
 
     class Log:
@@ -142,10 +98,7 @@ def train(work: Path, draft: str, length: int, zero_stage: int, recompute: bool,
 
     training.train_segment(engine, data, training.plan_segment(data, settings, 0), settings, Log())  # type: ignore[arg-type]
     speeds = sorted(record["tokens_per_s"] for record in records[WARM_STEPS:])
-    trained = sum(parameter.numel() for parameter in engine.module.parameters())
     return {
-        **{"draft": draft, "length": length, "zero_stage": zero_stage, "recompute": recompute, "dtype": dtype},
-        "trained_parameters": trained,
         "tokens_per_s": speeds[len(speeds) // 2],
         "loader_wait": max(record["loader_wait"] for record in records[WARM_STEPS:]),
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
@@ -174,11 +127,20 @@ def draft_files(work: Path, folder: Path, draft: Draft) -> DraftFiles:
 
 
 def canary(work: Path, draft: str) -> dict[str, Any]:
-    """Answers, states, training, export, serving: scripts.canary on this target, with fewer and longer segments."""
+    """Answers, states, training, export, serving: scripts.canary on this target, with fewer and longer segments.
+
+    All engines are eager: compiling would take most of the time and show nothing more.
+    """
     from scripts import canary as stage
+    from scripts import evaluate_method, regenerate_responses
     from scripts.collect_conversations import run as collect
     from scripts.eagle3.config import Conversations, Parts, Source
 
+    def eager_engine(*arguments: Any, **options: Any) -> Any:
+        return load_engine(*arguments, **{**options, "eager": True})
+
+    for module in (regenerate_responses, evaluate_method):
+        setattr(module, "load_engine", eager_engine)  # noqa: B010 - a type checker would refuse the plain form
     stage.SEGMENTS, stage.PASSES = 1, 160  # a checkpoint with its resume state has 10 GB
     stage.MIN_DISTINCT_TOKENS = 1  # so wide a random target repeats itself: this shows that it is served, not how well
     train, evaluation = (
@@ -193,56 +155,20 @@ def canary(work: Path, draft: str) -> dict[str, Any]:
     return {"draft": draft, "seconds": time.perf_counter() - began, **result}
 
 
-MEASUREMENTS: dict[str, Callable[..., dict[str, Any]]] = {
-    "prefill": prefill,
-    "capture": capture,
-    "train": train,
-    "canary": canary,
-}
+FUNCTIONS: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "canary": canary}
 
 
-def plan(tokens: int, only: list[str]) -> list[tuple[str, dict[str, Any], dict[str, str], int]]:
-    """(measurement, its arguments, environment, time limit in seconds), in order."""
-    v1, v2 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    steps: list[tuple[str, dict[str, Any], dict[str, str], int]] = [
-        ("capture", {"tokens": tokens}, v1, 300),
-        ("prefill", {"tokens": tokens, "eager": True}, v1, 240),
-        ("capture", {"tokens": tokens}, v2, 240),
-        ("prefill", {"tokens": tokens, "eager": False}, v1, 300),
-        ("canary", {"draft": "gqa"}, {}, 540),
+def plan(only: list[str]) -> list[Step]:
+    """The measurements in order."""
+    every = [(length, recompute) for length in (4096, 8192, 16384) for recompute in (True, False)]
+    steps = [
+        Step("canary", {"draft": "gqa"}, 540),
+        Step("train", {"draft": "llama", "zero_stage": 1, "shapes": every}, 420),
+        Step("train", {"draft": "llama", "zero_stage": 3, "shapes": every[2:4]}, 240),
+        Step("train", {"draft": "llama", "zero_stage": 0, "shapes": every[:1], "dtype": "float32"}, 240),
+        Step("train", {"draft": "gqa", "zero_stage": 1, "shapes": every[2:3]}, 240),
     ]
-    shapes = [(4096, 1), (8192, 1), (16384, 1), (8192, 3)]
-    for length, stage in shapes:
-        for recompute in (True, False):
-            steps.append(("train", {"draft": "llama", "length": length, "zero_stage": stage, "recompute": recompute}, {}, 180))
-    steps.append(("train", {"draft": "gqa", "length": 8192, "zero_stage": 1, "recompute": True}, {}, 180))
-    steps.append(("train", {"draft": "llama", "length": 4096, "zero_stage": 0, "recompute": True, "dtype": "float32"}, {}, 180))
-    return [step for step in steps if step[0] in only]
-
-
-def measure(work: Path, output: Path, step: tuple[str, dict[str, Any], dict[str, str], int]) -> bool:
-    """Runs one measurement in its own process and shows its line; False where it failed."""
-    name, arguments, environment, limit = step
-    command = [sys.executable, "-m", "benchmarks.kimi_k25_shape", "--work", str(work), "--output", str(output)]
-    command += ["--one", json.dumps([name, arguments])]
-    began = time.perf_counter()
-    try:
-        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=limit)
-        code, said = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, said = 124, f"{error.stdout or b''!r} {error.stderr or b''!r}"
-    found = [line for line in said.splitlines() if line.startswith("RESULT ")]
-    record = {"measurement": name, **arguments, **environment, "wall_s": round(time.perf_counter() - began, 1)}
-    if code == 0 and found:
-        record |= json.loads(found[-1].removeprefix("RESULT "))
-    else:
-        record["failed"] = code
-        (output / f"{name}-failed-{int(time.time())}.log").write_text(said)
-        print(said[-1500:])
-    with open(output / "results.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-    print(json.dumps(record), flush=True)
-    return code == 0
+    return [step for step in steps if step.name in only]
 
 
 def main() -> None:
@@ -253,26 +179,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=384)
     parser.add_argument("--bfloat16", action="store_true", help="experts in bfloat16 instead of INT4")
-    parser.add_argument("--tokens", type=int, default=200_000, help="tokens of prefill and capture")
-    parser.add_argument("--only", nargs="+", default=list(MEASUREMENTS), choices=MEASUREMENTS)
+    parser.add_argument("--only", nargs="+", default=list(FUNCTIONS), choices=FUNCTIONS)
     parser.add_argument("--keep-going", action="store_true", help="go on after a failed measurement")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         random_target.register()
-        name, arguments = json.loads(options.one)
-        result = MEASUREMENTS[name](options.work, **arguments)
-        print("RESULT " + json.dumps({**result, "engine": engine_version(), "device": device_name()}), flush=True)
+        run_one(options.one, options.work, FUNCTIONS)
         return
-    options.output.mkdir(parents=True, exist_ok=True)
     if not (options.work / "target/config.json").is_file():
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         random_target.make(options.work / "target", options.layers, options.experts, not options.bfloat16, device)
-    for step in plan(options.tokens, options.only):
-        if not measure(options.work, options.output, step) and not options.keep_going:
-            sys.exit(1)
+    run_steps("benchmarks.kimi_k25_shape", plan(options.only), options.work, options.output, options.keep_going)
 
 
 if __name__ == "__main__":

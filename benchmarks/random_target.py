@@ -40,6 +40,18 @@ class NoImages(BaseImageProcessor):
     def media_tokens_calculator(self, chunk):
         return 1
 """
+# shapes whose weights are written, so that any program can load them
+SHAPES = {
+    "kimi-k2.5": {},
+    "smollm2": {
+        **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
+        **{"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True},
+    },
+    "llama-8b": {
+        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False},
+    },
+}
 GROUP = 32
 # only the routed experts are quantised
 QUANTIZATION = {
@@ -102,6 +114,46 @@ def make(folder: Path, layers: int, experts: int, quantized: bool, device: str) 
     processor = read_json(folder / "preprocessor_config.json")
     processor |= {"image_processor_type": "NoImages", "auto_map": {"AutoImageProcessor": "no_images.NoImages"}}
     write_json(folder / "preprocessor_config.json", processor)
+    write_json(folder / "config.json", config)
+
+
+def place(shape: str, folder: Path) -> None:
+    """Makes `folder` a target of this shape (8 layers of kimi-k2.5), or a link to the target's folder that `shape` names."""
+    import torch
+
+    if (folder / "config.json").is_file():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if shape not in SHAPES:
+        folder.symlink_to(Path(shape).resolve())
+    elif shape == "kimi-k2.5":
+        make(folder, 8, 384, True, device)
+    else:
+        make_llama(folder, SHAPES[shape], device)
+
+
+def make_llama(folder: Path, shape: dict[str, Any], device: str) -> None:
+    """Writes a Llama of this shape in bfloat16, drawn as the tiny target is; its tokenizer is the tiny target's."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    make_tiny_target.run("tiny-llama", folder)
+    config = read_json(folder / "config.json") | shape | {"torch_dtype": "bfloat16", "max_position_embeddings": 8192}
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(LlamaConfig(**config)).state_dict().items()}
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for name, size in shapes.items():
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        gain = GAINS.get(".".join(name.rsplit(".", 2)[-2:]), 1.0)
+        tensor = torch.ones(size, dtype=torch.bfloat16, device=device)
+        if len(size) > 1:
+            tensor.normal_(0, gain / (1.0 if "embed" in name else size[-1] ** 0.5), generator=generator)
+        tensors[name] = tensor.cpu()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", config)
 
 

@@ -48,7 +48,7 @@ def run(
     refuse_uncapturable(target, max(len(row) for shard in rows for row in shard))
     provenance = states_provenance(target, dtype)
     with open_store(storage, STAGE, provenance, part=output.name) as store:
-        part = Part(store, rows, provenance)
+        part = Part(store, rows, provenance, int(text_config(target)["hidden_size"]))
         require_free_space(storage, _needed_bytes(part, target, dtype), f"extraction of {output.name}")
         extract_part(part, target, hardware, dtype)
         _check_rejected(part, max_rejected_fraction)
@@ -78,12 +78,9 @@ def bytes_per_token(target: Target, dtype: str) -> int:
 
 
 def _needed_bytes(part: Part, target: Target, dtype: str) -> int:
-    """Room for the shards that are not finished, and for the batch files of the largest one beside it."""
-    tokens = [sum(len(row) for row in part.shards[number]) for number in part.open_shards()]
-    if not tokens:
-        return 0
-    needed = (sum(tokens) + max(tokens)) * bytes_per_token(target, dtype) * DISK_MARGIN
-    return max(0, int(needed) - sum(path.stat().st_size for path in part.batches_folder.glob("*.pt")))
+    """Room for the shards that are not finished, less what they have by now."""
+    tokens = sum(len(row) for number in part.open_shards() for row in part.shards[number])
+    return max(0, int(tokens * bytes_per_token(target, dtype) * DISK_MARGIN) - part.growing_bytes())
 
 
 def _check_rejected(part: Part, max_fraction: float) -> None:
@@ -110,7 +107,7 @@ def _deliver(part: Part, store: Store, output: Path) -> dict[str, Any]:
         entries.append(
             {
                 "file": path.name,
-                "sha256": part.checksums.get(finished.stem),
+                "digest": part.checksums.get(finished.stem),
                 "rows": len(shard),
                 "tokens": sum(shard.lengths()),
                 "rows_in": len(part.shards[number]),

@@ -1,25 +1,20 @@
 """Capture of hidden states inside vLLM's workers, in the way that serving makes them.
 
-In: the rows asked for, by their token ids. Out: a small shard file per batch, written by tensor-parallel rank 0.
+In: a shard file with the rows asked for. Out: their states in it, written by tensor-parallel rank 0 (capture_writer).
 The target's own EAGLE-3 interface returns the auxiliary states; a hook on the top-level model takes them off again, so
-that the model runner sees what it always sees. A row is recognised by content: positions restart at 0 at each row, and a
-segment is stored only where its token ids equal a row that was asked for. vLLM 0.22 to 0.32, model runner V1 and V2.
+that the model runner sees what it always sees. vLLM 0.22 to 0.32, model runner V1 and V2.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from scripts.eagle3.capture_writer import CaptureWriter
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
-from scripts.eagle3.rows import row_key
-from scripts.eagle3.shards import DTYPES, StateRow, write_shard
 from scripts.eagle3.target import resolve_folder, text_config
 
 EXTENSION = "scripts.eagle3.capture.CaptureExtension"
@@ -65,25 +60,15 @@ def _deferred(path: Path, name: str) -> str:
     return f"{path}: {name} defers its all-reduce across the layer boundary, its states are partial sums; no EAGLE-3 extraction"
 
 
-@dataclass
-class Step:
-    """One forward pass: ids and positions [tokens], states [tokens, layers, hidden], finite [tokens, layers]."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    states: torch.Tensor
-    finite: torch.Tensor
-    copied: Any = None  # CUDA event: the tensors above are complete
-
-
 class CaptureExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`); its methods are called by `llm.collective_rpc`.
 
-    Order of calls: capture_install once; then per batch capture_expect, `llm.generate`, capture_write; capture_wait last.
+    Order of calls: capture_install once; per batch capture_expect, `llm.generate`, capture_results; capture_close.
     """
 
-    def capture_install(self, aux_layer_ids: Sequence[int], num_hidden_layers: int, dtype: str) -> dict[str, str]:
-        """Hooks the loaded model; states are kept as `dtype`. Returns the names of what runs, or {"error": one line}."""
+    def capture_install(self, aux_layer_ids: Sequence[int], num_hidden_layers: int, state_bytes: int) -> dict[str, str]:
+        """Hooks the loaded model; `state_bytes`: of one token's states, at most. Returns the names of what runs, or
+        {"error": one line}."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
         model = self.get_model()  # type: ignore[attr-defined]
@@ -93,26 +78,28 @@ class CaptureExtension:
         body = _language_model(model)
         if len(body.layers) != num_hidden_layers:
             return {"error": f"{type(model).__name__} has {len(body.layers)} layers, expected {num_hidden_layers}"}
+        max_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
         stores = get_tensor_model_parallel_rank() == 0
-        self._capture = _Capture(list(aux_layer_ids), DTYPES[dtype], stores)
+        writer = CaptureWriter(max_tokens, len(aux_layer_ids) + 1, state_bytes) if stores else None
+        self._capture = _Capture(list(aux_layer_ids), writer)
         self._capture.hook(model, body)
         runner = type(self.model_runner)  # type: ignore[attr-defined]
-        return {"model": type(model).__name__, "runner": f"{runner.__module__}.{runner.__name__}"}
+        memory = "pinned" if writer and writer.pinned else "pageable"
+        return {"model": type(model).__name__, "runner": f"{runner.__module__}.{runner.__name__}", "host_memory": memory}
 
-    def capture_expect(self, rows: Sequence[Sequence[int]]) -> None:
-        """The token ids of the rows that the next `generate` computes; forgets whatever was captured before."""
-        self._capture.expect(rows)
+    def capture_expect(self, path: str, indices: Sequence[int]) -> None:
+        """The next `generate` computes the rows with these numbers of the shard at `path`, which gets their states."""
+        self._capture.expect(Path(path), indices)
 
-    def capture_write(self, path: str, masks: Sequence[Sequence[bool]], provenance: dict[str, Any]) -> dict[str, Any] | None:
-        """Writes the expected rows to `path` in the background, each with its loss mask; returns `capture_wait()` of before."""
-        done = self.capture_wait()
-        self._capture.write(Path(path), masks, provenance)
-        return done
+    def capture_results(self, wait: bool) -> list[dict[str, Any]]:
+        """Of the batches whose writing has ended, or of all: {"path", "keys", "rejected": [[row_key, layer, reason]]} or
+        {"error": one line}. Other ranks than the first have none."""
+        return self._capture.writer.results(wait) if self._capture.writer else []
 
-    def capture_wait(self) -> dict[str, Any] | None:
-        """Waits for the last `capture_write`: {"path", "rejected": [[row_key, layer, reason]]} or {"error": one line}; None
-        where nothing was written (other ranks, or no write pending)."""
-        return self._capture.wait()
+    def capture_close(self) -> None:
+        """Ends what was started beside the engine."""
+        if self._capture.writer:
+            self._capture.writer.close()
 
 
 def unsupported(vllm_config: Any, model: Any) -> str | None:
@@ -148,51 +135,50 @@ def _language_model(model: Any) -> Any:
 
 
 class _Capture:
-    """Hooks and captured steps of one worker."""
+    """The hooks of one worker; `writer` is None on ranks that store nothing."""
 
-    def __init__(self, aux_layer_ids: list[int], dtype: torch.dtype, stores: bool) -> None:
-        self.aux_layer_ids, self.dtype, self.stores = aux_layer_ids, dtype, stores
+    def __init__(self, aux_layer_ids: list[int], writer: CaptureWriter | None) -> None:
+        self.aux_layer_ids, self.writer = aux_layer_ids, writer
         self.layer_ids: list[int] = []
         self._ids: list[torch.Tensor] = []
         self._final: torch.Tensor | None = None
-        self._rows: list[torch.Tensor] = []
-        self._steps: list[Step] = []
-        self._problem: str | None = None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="capture_write")
-        self._pending: Future[dict[str, Any]] | None = None
-        self._stream: Any = None
 
     def hook(self, model: Any, body: Any) -> None:
         self.layer_ids = [*self.aux_layer_ids, len(body.layers)]
         # on every rank: the ranks run one program, and each one's runner must see hidden states only
         model.set_aux_hidden_state_layers(tuple(self.aux_layer_ids))
-        if self.stores:
+        if self.writer:
             # called in the forward pass, or before it by runners that hand embeddings to a multimodal model
             body.embed_tokens.register_forward_pre_hook(lambda _, args: self._ids.append(args[0].detach()))
             body.norm.register_forward_pre_hook(lambda _, args: self._take_final(*args))
         model.register_forward_hook(self._take_output, with_kwargs=True)
 
-    def expect(self, rows: Sequence[Sequence[int]]) -> None:
-        self._rows = [torch.tensor(row, dtype=torch.int32) for row in rows]
-        self._steps, self._problem = [], None
+    def expect(self, path: Path, indices: Sequence[int]) -> None:
         self._ids.clear()
+        if self.writer:
+            self.writer.expect(path, indices, self.layer_ids)
 
     def _take_final(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         self._final = hidden.clone() if residual is None else hidden + residual
 
     def _take_output(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not isinstance(output, tuple) or len(output) != 2:
-            self._problem = self._problem or "the model returned no auxiliary states"
+            if self.writer:
+                self.writer.fail("the model returned no auxiliary states")
             return output
         hidden, aux = output
-        if self.stores:
+        if self.writer:
             ids, self._ids, final, self._final = self._ids, [], self._final, None
             positions = kwargs["positions"] if "positions" in kwargs else args[1]
-            self._problem = self._problem or self._keep(ids, positions, list(aux), final)
+            problem = self._keep(self.writer, ids, positions, list(aux), final)
+            if problem:
+                self.writer.fail(problem)
         return hidden
 
-    def _keep(self, ids: list[torch.Tensor], positions: torch.Tensor, aux: list[torch.Tensor], final: Any) -> str | None:
-        """Keeps one forward pass; returns what is wrong with it, if anything."""
+    def _keep(
+        self, writer: CaptureWriter, ids: list[torch.Tensor], positions: torch.Tensor, aux: list[torch.Tensor], final: Any
+    ) -> str | None:
+        """Hands one forward pass to the writer; returns what is wrong with it, if anything."""
         if not ids or final is None:
             return "a forward pass went by the embedding's or the final norm's hook"
         if len(aux) != len(self.aux_layer_ids):
@@ -205,99 +191,5 @@ class _Capture:
             given = f"{positions.shape[0]} positions and {token_ids.shape[0]} token ids"
             return f"a forward pass of {given} gave states of {sorted(rows)} rows"
         tokens = token_ids.shape[0]  # beyond them there is padding
-        states = torch.stack([state[:tokens] for state in [*aux, final]], dim=1)
-        finite = torch.isfinite(states).all(dim=-1)
-        self._steps.append(self._to_host(Step(token_ids, positions[:tokens], states.to(self.dtype), finite)))
+        writer.take(token_ids, positions[:tokens], [state[:tokens] for state in [*aux, final]])
         return None
-
-    def _to_host(self, step: Step) -> Step:
-        tensors = (step.token_ids, step.positions, step.states, step.finite)
-        if not step.states.is_cuda:
-            # ids and positions are the runner's buffers and change with the next step
-            return Step(step.token_ids.clone(), step.positions.clone(), step.states, step.finite)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        ids, positions = (tensor.clone() for tensor in tensors[:2])
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            # pinned memory comes from torch's caching allocator: from the second step on it is reused
-            host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (ids, positions, *tensors[2:])]
-            for target, source in zip(host, (ids, positions, *tensors[2:]), strict=True):
-                target.copy_(source, non_blocking=True)
-                source.record_stream(self._stream)
-            copied = torch.cuda.Event()
-            copied.record(self._stream)
-        return Step(host[0], host[1], host[2], host[3], copied)
-
-    def write(self, path: Path, masks: Sequence[Sequence[bool]], provenance: dict[str, Any]) -> None:
-        if self.stores:
-            batch = (self._rows, self._steps, self._problem)
-            self._pending = self._writer.submit(self._write, path, masks, provenance, *batch)
-        self._rows, self._steps, self._problem = [], [], None
-
-    def wait(self) -> dict[str, Any] | None:
-        pending, self._pending = self._pending, None
-        return None if pending is None else pending.result()
-
-    def _write(
-        self,
-        path: Path,
-        masks: Sequence[Sequence[bool]],
-        provenance: dict[str, Any],
-        rows: list[torch.Tensor],
-        steps: list[Step],
-        problem: str | None,
-    ) -> dict[str, Any]:
-        if problem:
-            return {"error": problem}
-        try:
-            found = match_rows(rows, steps)
-            kept, rejected = [], []
-            for row, mask in zip(rows, masks, strict=True):
-                key = row_key(row.numpy())
-                states, finite = found[key]
-                if bool(finite.all()):
-                    kept.append(StateRow(key, row, torch.tensor(mask, dtype=torch.bool), states))
-                else:
-                    layer = self.layer_ids[int((~finite).any(dim=0).nonzero()[0])]
-                    rejected.append([key, layer, "not finite"])
-            if kept:
-                write_shard(path, kept, self.layer_ids, provenance)
-        except StageError as error:
-            return {"error": str(error)}
-        return {"path": str(path), "rejected": rejected}
-
-
-def match_rows(rows: Sequence[torch.Tensor], steps: Sequence[Step]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Finds each row by its token ids: row key -> (states [tokens, layers, hidden], finite [tokens, layers]).
-
-    A row's segment begins at a position 0 and counts up without a gap. The segment may be longer than the row where padding
-    follows. Raises StageError where a row was not computed in one piece.
-    """
-    wanted = {row_key(row.numpy()): row for row in rows}
-    lengths = sorted({len(row) for row in rows}, reverse=True)
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for step in steps:
-        if step.copied is not None:
-            step.copied.synchronize()
-        ids, positions = step.token_ids.to(torch.int32), step.positions
-        # a boundary is wherever the position does not continue the one before
-        breaks = ((positions[1:] - positions[:-1]) != 1).nonzero().flatten() + 1
-        edges = [0, *breaks.tolist(), len(ids)]
-        for start, end in pairwise(edges):
-            if int(positions[start]) != 0:
-                continue
-            for length in (n for n in lengths if n <= end - start):
-                if length < end - start and end < len(ids):
-                    continue  # only the last segment can run into padding
-                key = row_key(ids[start : start + length].numpy())
-                if key in wanted:
-                    found[key] = (step.states[start : start + length], step.finite[start : start + length])
-                    break
-    missing = [key for key in wanted if key not in found]
-    if missing:
-        raise StageError(
-            f"capture: {len(missing)} of {len(wanted)} rows were not computed in one piece, e.g. {missing[0]} of "
-            f"{len(wanted[missing[0]])} tokens; the engine cut or cached a row, nothing of this batch is kept"
-        )
-    return found

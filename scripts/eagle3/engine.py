@@ -138,16 +138,25 @@ def unload_engine(llm: Any) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.models import interfaces
 
+    if llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+        llm.collective_rpc(_empty_model)  # the worker is in this process; others end and take their memory with them
     shutdown = getattr(llm.llm_engine.engine_core, "shutdown", None)
     if shutdown is not None:
         shutdown()
-    # callers still hold `llm`, and vLLM 0.22 every model for images: what they hold must go, or a GPU keeps the weights
-    del llm.llm_engine
+    del llm.llm_engine  # callers still hold `llm`
     getattr(interfaces, "_language_model_by_module", {}).clear()
     gc.collect()
     cleanup_dist_env_and_memory(shutdown_ray=False)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _empty_model(worker: Any) -> None:
+    # compiled code and vLLM's own tables go on holding the model: on vLLM 0.22 a GPU kept all its weights
+    model = worker.get_model()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.untyped_storage().resizable():
+            tensor.untyped_storage().resize_(0)
 
 
 def _set_environment(hardware: Hardware) -> None:

@@ -31,11 +31,14 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(unfinished, path)
         sync(path.parent)
     except OSError as error:
-        raise StageError(
-            f"{path}: cannot write: {error.strerror or error}; make room or mend the folder, then run again"
-        ) from error
+        raise cannot_write(path, error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def cannot_write(path: Path, error: OSError) -> StageError:
+    """What a full or broken disk is reported as."""
+    return StageError(f"{path}: cannot write: {error.strerror or error}; make room or mend the folder, then run again")
 
 
 def write_text(path: Path, text: str) -> None:

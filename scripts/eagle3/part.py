@@ -1,11 +1,14 @@
-"""What of a part's hidden states is finished: rows in batch files, shards that are whole, rows that were rejected.
+"""What of a part's hidden states is finished: shards that are whole, one that grows row by row, rows that were rejected.
 
-In: the rows of the part's token shards and its open store. Out: the rows that are missing, and finished shard files.
-Nothing in the store is trusted: a damaged file is dropped, with a line on screen, and its rows count as missing.
+In: the rows of the part's token shards and its open store. Out: the rows that are missing, places for them in a growing
+shard, and finished shard files. Nothing in the store is trusted: each row is verified, and a damaged one counts as missing,
+with a line on screen.
 """
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +17,39 @@ import torch
 
 from scripts.eagle3.batches import TokenRow
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.files import sha256_file, sha256_json
-from scripts.eagle3.shards import Shard, StateRow, write_shard
+from scripts.eagle3.files import cannot_write, sha256_json, sync
+from scripts.eagle3.shards import DTYPES, RowTokens, Shard, ShardWriter, StateRow, create_shard, write_shard
 from scripts.eagle3.store import Store
+
+# threads that verify rows: a checksum takes longer than the disk that it reads from
+READERS = 4
+
+
+def shard_tokens(row: TokenRow) -> RowTokens:
+    """A row of a token shard as a shard of states holds it."""
+    return RowTokens(row.key, torch.from_numpy(row.input_ids.copy()), torch.from_numpy(row.loss_mask.copy()))
 
 
 class Part:
     """The rows of one part, what of them is finished in this part's store and in others', and what is missing."""
 
-    def __init__(self, store: Store, shards: Sequence[Sequence[TokenRow]], provenance: dict[str, Any]) -> None:
+    def __init__(
+        self, store: Store, shards: Sequence[Sequence[TokenRow]], provenance: dict[str, Any], hidden_size: int
+    ) -> None:
         """Reads and checks what is finished; `shards` are the rows of the token shards, in order."""
-        self.store, self.shards, self.provenance = store, shards, provenance
+        self.store, self.shards, self.provenance, self.hidden_size = store, shards, provenance, hidden_size
         self.layer_ids: list[int] = provenance["layer_ids"]
         self.rows = {row.key: row for shard in shards for row in shard}
-        self.batches_folder, self.shards_folder = store.folder / "batches", store.folder / "shards"
-        for folder in (self.batches_folder, self.shards_folder):
+        self.growing_folder, self.shards_folder = store.folder / "growing", store.folder / "shards"
+        for folder in (self.growing_folder, self.shards_folder):
             folder.mkdir(exist_ok=True)
         self.checksums, self.rejected, self.proofs = (store.records(name) for name in ("shards", "rejected", "proof"))
         self._found: dict[str, tuple[Shard, int]] = {}
+        self._growing: dict[Path, ShardWriter] = {}
         self.finished = [self._find_finished(number) for number in range(len(shards))]
         wanted = {row.key for number in self.open_shards() for row in shards[number]}
         for folder in [store.folder, *store.others()] if wanted else []:
-            for path in sorted([*folder.glob("batches/*.pt"), *folder.glob("shards/*.pt")]):
+            for path in sorted([*folder.glob("growing/*.pt"), *folder.glob("shards/*.pt")]):
                 self._scan(path, wanted, own=folder == store.folder)
 
     def open_shards(self) -> list[int]:
@@ -57,87 +71,144 @@ class Part:
         """Keys of the rows of a shard file: those of the token shard in its order, less the rejected ones."""
         return [row.key for row in self.shards[shard] if row.key not in self.rejected]
 
+    def grow(self, shard: int) -> tuple[Path, dict[str, list[int]]]:
+        """The file that the shard grows in, made where it is not there, with the rows that other files have.
+
+        Returns its path, and the places of the rows that it lacks by their keys.
+        """
+        path, rows = self._growing_path(shard), self.shards[shard]
+        if not path.is_file():
+            dtype = DTYPES[self.provenance["dtype"]]
+            create_shard(path, [shard_tokens(row) for row in rows], self.layer_ids, self.hidden_size, dtype, self.provenance)
+        writer = self._growing[path] = ShardWriter(path)
+        lacking: dict[str, list[int]] = {}
+        try:
+            for index, row in enumerate(rows):
+                source, place = self._found.get(row.key, (None, 0))
+                if source is None:
+                    lacking.setdefault(row.key, []).append(index)
+                elif source.path != path or place != index:
+                    # the key is the hash of the ids; the mask is the token shard's, whatever it was there
+                    found = source.stored_row(place)
+                    writer.put(index, found.hidden_states, found.scales)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        self._enter(path, [row.key for row in rows if row.key in self._found])
+        return path, lacking
+
     def take(self, result: dict[str, Any]) -> None:
-        """Enters a written batch: {"path", "rejected": [[row_key, layer, reason]]}."""
+        """Enters a written batch: {"path", "keys", "rejected": [[row_key, layer, reason]]}."""
         for key, layer, reason in result["rejected"]:
             self.rejected.put(key, {"layer": layer, "reason": reason})
-        path = Path(result["path"])
-        if path.is_file():  # absent where every row was rejected
-            shard = Shard(path, self.provenance, self.layer_ids)
-            self._found |= {key: (shard, index) for index, key in enumerate(shard.row_keys)}
+        self._enter(Path(result["path"]), result["keys"])
 
-    def assemble(self, shard: int) -> Path:
-        """Writes the file of a shard whose rows are all there, verifies it, and deletes the batches that it holds.
-
-        Needs memory for one shard.
-        """
-        path = self._path(shard)
-        rows = [self._state_row(self.rows[key]) for key in self.expected_keys(shard)]
-        if not rows:
+    def finish(self, shard: int) -> Path:
+        """Makes the finished file of a shard whose rows are all there."""
+        growing, path = self._growing_path(shard), self._path(shard)
+        if not self.expected_keys(shard):
             raise StageError(
                 f"{self.store.folder / 'rejected.jsonl'}: holds every row of shard {shard}; mend the target or its dtype"
             )
-        write_shard(path, rows, self.layer_ids, self.provenance)
-        self._verify(path, shard)
+        if growing.name == path.name:
+            try:
+                sync(growing)
+                os.replace(growing, path)
+                sync(self.shards_folder)
+            except OSError as error:
+                raise cannot_write(path, error) from error
+        else:  # without the rejected rows
+            grown = Shard(growing)
+            kept = [index for index, key in enumerate(grown.row_keys) if key not in self.rejected]
+            write_shard(path, [grown.stored_row(index) for index in kept], self.layer_ids, self.provenance)
+            growing.unlink()
+        self._record(path, shard)
+        self._growing.pop(growing, None)
         self.finished[shard] = path
-        self._delete_batches(shard)
         return path
 
-    def _state_row(self, row: TokenRow) -> StateRow:
-        # the key is the hash of the ids; the mask is the token shard's, whatever it was when the states were computed
-        shard, index = self._found[row.key]
-        found = shard.row(index)
-        return StateRow(row.key, found.token_ids, torch.from_numpy(row.loss_mask.copy()), found.hidden_states)
+    def clean(self) -> None:
+        """Deletes growing files whose rows are all in finished shards."""
+        for path in self.growing_folder.glob("*.pt"):
+            try:
+                shard = Shard(path)
+                held = [key for index, key in enumerate(shard.row_keys) if shard.written(index)]
+            except StageError:
+                held = []
+            if self.rows.keys() >= set(held) and not self.open_shards():
+                path.unlink()
+
+    def growing_bytes(self) -> int:
+        """What the growing files have on the disk by now."""
+        return sum(path.stat().st_blocks * 512 for path in self.growing_folder.glob("*.pt"))
+
+    def _enter(self, path: Path, keys: Sequence[str]) -> None:
+        writer = self._growing[path]
+        self._found |= {key: (writer.shard, writer.indices[key][0]) for key in keys}
+
+    def _growing_path(self, shard: int) -> Path:
+        return self.growing_folder / _file_name(self.shards[shard])
 
     def _path(self, shard: int) -> Path:
-        rows = [self.rows[key] for key in self.expected_keys(shard)]
-        content = [[row.key, np.packbits(row.loss_mask).tobytes().hex()] for row in rows]
-        return self.shards_folder / f"{sha256_json(content)[:24]}.pt"
+        return self.shards_folder / _file_name([self.rows[key] for key in self.expected_keys(shard)])
 
     def _find_finished(self, shard: int) -> Path | None:
         path = self._path(shard)
         if not path.is_file():
             return None
         try:
+            found = Shard(path, self.provenance, self.layer_ids)
+            if any(row is None for row in _verified(found, range(len(found)))):
+                return None  # its good rows are taken from it
             if self.checksums.get(path.stem) is None:  # killed between the file and its record
-                self._verify(path, shard)
-            elif self.checksums.get(path.stem) != sha256_file(path):
+                self._record(path, shard)
+            elif self.checksums.get(path.stem) != found.digest():
                 raise StageError(f"{path}: checksum differs from the recorded one")
         except StageError as error:
             _drop(path, error)
             return None
-        self._delete_batches(shard)
         return path
 
-    def _verify(self, path: Path, shard: int) -> None:
+    def _record(self, path: Path, shard: int) -> None:
         written = Shard(path, self.provenance, self.layer_ids)
-        keys = [row.key for row in written]
-        if keys != self.expected_keys(shard):
-            raise StageError(f"{path}: holds {len(keys)} rows, not the {len(self.expected_keys(shard))} of token shard {shard}")
-        self.checksums.put(path.stem, sha256_file(path))
+        expected = self.expected_keys(shard)
+        if written.row_keys != expected or not all(map(written.written, range(len(written)))):
+            raise StageError(f"{path}: does not hold the {len(expected)} rows of token shard {shard}; delete it and run again")
+        self.checksums.put(path.stem, written.digest())
 
     def _scan(self, path: Path, wanted: set[str], own: bool) -> None:
+        """Enters the wanted rows of one file that are verified; of a key that two files have, the first one's."""
         try:
             shard = Shard(path, self.provenance, self.layer_ids)
-            new = {key: index for index, key in enumerate(shard.row_keys) if key in wanted and key not in self._found}
-            for index in new.values():
-                shard.row(index)
         except StageError as error:
             if own:
                 _drop(path, error)
             else:
                 print(f"not used: {error}", file=sys.stderr, flush=True)
             return
-        self._found |= {key: (shard, index) for key, index in new.items()}
+        keys = shard.row_keys
+        new = [i for i, key in enumerate(keys) if key in wanted and key not in self._found and shard.written(i)]
+        good = [row.key for row in _verified(shard, new) if row is not None]
+        self._found |= {keys[index]: (shard, index) for index in new if keys[index] in set(good)}
 
-    def _delete_batches(self, shard: int) -> None:
-        held = {row.key for row in self.shards[shard]}
-        for path in self.batches_folder.glob("*.pt"):
-            try:
-                if held.issuperset(Shard(path).row_keys):
-                    path.unlink()
-            except StageError as error:
-                _drop(path, error)
+
+def _verified(shard: Shard, indices: Sequence[int]) -> Iterator[StateRow | None]:
+    """The rows, None for a damaged one, of which a line is printed."""
+
+    def read(index: int) -> StateRow | None:
+        try:
+            return shard.stored_row(index)
+        except StageError as error:
+            print(f"not used, its row is computed again: {error}", file=sys.stderr, flush=True)
+            return None
+
+    with ThreadPoolExecutor(READERS, thread_name_prefix="verify") as readers:
+        yield from readers.map(read, indices)
+
+
+def _file_name(rows: Sequence[TokenRow]) -> str:
+    """Named by content: equal rows with equal masks have one file."""
+    content = [[row.key, np.packbits(row.loss_mask).tobytes().hex()] for row in rows]
+    return f"{sha256_json(content)[:24]}.pt"
 
 
 def _drop(path: Path, error: StageError) -> None:

@@ -4,18 +4,16 @@ In and out: lists of dicts with the columns below; the file's metadata carries t
 A file is whole or absent, and its columns are checked when it is read.
 """
 
-import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import write_atomically
+from scripts.eagle3.row_key import row_key as row_key
 
 # Beside role and content null where a message has none; tool_calls is JSON text: a list in OpenAI's form with objects as
 # arguments.
@@ -47,11 +45,6 @@ TOKENS = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),
     ]
 )
-
-
-def row_key(input_ids: Sequence[int] | np.ndarray[Any, Any]) -> str:
-    """32 hex digits: the identity of a row is its token ids."""
-    return hashlib.sha256(np.asarray(input_ids, dtype="<i4").tobytes()).hexdigest()[:32]
 
 
 def write_rows(

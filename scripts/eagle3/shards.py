@@ -2,79 +2,204 @@
 
 `torch.load(path, mmap=True, weights_only=True)` gives
     hidden_states [tokens, layers, hidden]   the states of `meta.layer_ids`, final one last
+    scales        [tokens, layers] float32   only with dtype fp8: a state is its float8 numbers times its scale
     token_ids     [tokens] int32
     loss_mask     [tokens] bool
     row_offsets   [rows + 1] int64
     row_keys      list of str                `rows.row_key` of each row's ids
-    row_crc32     [rows] int64               over the row's ids, mask and states
+    row_crc32     [rows] int64               over the row's ids, mask, scales and states; -1 where it is not written yet
     meta          JSON text: layer_ids, dtype, hidden_size, provenance, format_version; no times, no paths
-Equal rows give equal bytes.
+Equal rows give equal bytes. A shard is made with its rows' ids and room for their states, which then arrive in any order
+(`ShardWriter`): each byte is written once, and a job that is killed leaves what is written.
 """
 
+import hashlib
 import json
+import os
+import struct
+import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from scripts.eagle3.capture_process import Place, write_at, write_row
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import write_atomically
 from scripts.eagle3.provenance import check_provenance
 from scripts.eagle3.rows import row_key
 
 FORMAT_VERSION = 1
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.float8_e4m3fn}
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+UNWRITTEN = -1
+STATES = ("hidden_states", "scales")
 KEYS = ("hidden_states", "token_ids", "loss_mask", "row_offsets", "row_keys", "row_crc32", "meta")
+# of zip's local file header: its length, and where the lengths of name and extra field stand
+LOCAL_HEADER, NAME_LENGTHS = 30, 26
 
 
 @dataclass(frozen=True)
 class StateRow:
-    """One row: `hidden_states` [tokens, layers, hidden], `token_ids` [tokens] int32, `loss_mask` [tokens] bool."""
+    """One row: `hidden_states` [tokens, layers, hidden], `token_ids` [tokens] int32, `loss_mask` [tokens] bool.
+
+    scales: [tokens, layers] float32 of float8 states.
+    """
 
     key: str
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
     hidden_states: torch.Tensor
+    scales: torch.Tensor | None = None
 
     def crc32(self) -> int:
-        """Checksum over ids, mask and states as stored."""
+        """Checksum over ids, mask, scales and states as stored."""
         checksum = 0
-        for tensor in (self.token_ids, self.loss_mask, self.hidden_states):
-            # numpy has no bfloat16: the bytes are read through uint8
-            checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data, checksum)
+        scales = [] if self.scales is None else [self.scales]
+        for tensor in (self.token_ids, self.loss_mask, *scales, self.hidden_states):
+            checksum = zlib.crc32(_bytes(tensor), checksum)
         return checksum
+
+
+class RowTokens(NamedTuple):
+    """A row before its states are known: `token_ids` [tokens] int32, `loss_mask` [tokens] bool."""
+
+    key: str
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+def to_fp8(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens, layers, hidden] -> float8 numbers of that shape and scales [tokens, layers] float32."""
+    scales = torch.linalg.vector_norm(states, float("inf"), dim=-1).float() / FP8_MAX
+    scales = torch.where(scales == 0, 1.0, scales)
+    numbers = torch.empty(states.shape, dtype=torch.float8_e4m3fn, device=states.device)
+    for layer in range(states.shape[1]):  # layer by layer: the division is in float32
+        numbers[:, layer] = (states[:, layer] / scales[:, layer, None]).to(torch.float8_e4m3fn)
+    return numbers, scales
+
+
+def from_fp8(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What `to_fp8` was given, rounded, in bfloat16."""
+    return (numbers.float() * scales[..., None]).bfloat16()
+
+
+def create_shard(
+    path: Path,
+    rows: Sequence[RowTokens],
+    layer_ids: Sequence[int],
+    hidden_size: int,
+    dtype: torch.dtype,
+    provenance: dict[str, Any],
+) -> None:
+    """Makes the file of a shard with everything but its states, atomically; they take no room on the disk yet."""
+    content = _content(path, rows, layer_ids, hidden_size, dtype, provenance)
+    write_atomically(path, lambda unfinished: _lay_out(unfinished, content))
+
+
+def _content(
+    path: Path,
+    rows: Sequence[RowTokens],
+    layer_ids: Sequence[int],
+    hidden_size: int,
+    dtype: torch.dtype,
+    provenance: dict[str, Any],
+) -> dict[str, Any]:
+    """What a shard file holds; its states are memory that nobody touches."""
+    if not rows:
+        raise StageError(f"{path}: no rows for this shard; lower scatter.parts or scatter.shards_per_part")
+    meta = {
+        "format_version": FORMAT_VERSION,
+        "layer_ids": list(layer_ids),
+        "dtype": str(dtype).removeprefix("torch."),
+        "hidden_size": hidden_size,
+        "provenance": provenance,
+    }
+    offsets = torch.tensor([0, *(len(row.token_ids) for row in rows)]).cumsum(0)
+    tokens, layers = int(offsets[-1]), len(layer_ids)
+    scales = {"scales": torch.empty(tokens, layers)} if dtype == DTYPES["fp8"] else {}
+    return {
+        "hidden_states": torch.empty(tokens, layers, hidden_size, dtype=dtype),
+        **scales,
+        "token_ids": torch.cat([row.token_ids for row in rows]),
+        "loss_mask": torch.cat([row.loss_mask for row in rows]),
+        "row_offsets": offsets,
+        "row_crc32": torch.full((len(rows),), UNWRITTEN, dtype=torch.int64),
+        "row_keys": [row.key for row in rows],
+        "meta": json.dumps(meta, sort_keys=True),
+    }
+
+
+def _lay_out(path: Path, content: dict[str, Any]) -> None:
+    """Writes `content` with room for the states instead of them. Raises OSError."""
+    try:
+        with torch.serialization.skip_data():
+            torch.save(content, path)
+    except RuntimeError as error:  # torch's writer reports a full disk so
+        raise OSError(_first_line(error)) from error
+    places = _places(path, content)
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        for name, tensor in content.items():
+            if isinstance(tensor, torch.Tensor) and name not in STATES:
+                write_at(descriptor, _bytes(tensor), places[name])
+    finally:
+        os.close(descriptor)
+
+
+class ShardWriter:
+    """A shard whose states are being written: rows in any order, from several threads.
+
+    What was put can be read by others at once, and is on the disk after a sync.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens a file that `create_shard` made."""
+        self.shard = Shard(path)
+        self.indices: dict[str, list[int]] = {}
+        for index, key in enumerate(self.shard.row_keys):
+            self.indices.setdefault(key, []).append(index)
+        self._places = _places(path, self.shard.content)
+        self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 - open as long as rows come
+        self._token_bytes = {
+            name: tensor[0].numel() * tensor.element_size() for name, tensor in self.shard.content.items() if name in STATES
+        }
+
+    def place(self, index: int) -> Place:
+        """Where row `index` lies in the file."""
+        row, start = self.shard.tokens(index), self.shard.offsets[index]
+        states, scales = (
+            self._places[name] + start * self._token_bytes[name] if name in self._places else 0 for name in STATES
+        )
+        checksum = zlib.crc32(_bytes(row.loss_mask), zlib.crc32(_bytes(row.token_ids)))
+        return Place(states, scales, self._places["row_crc32"] + 8 * index, checksum)
+
+    def put(self, index: int, states: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        """Writes the states [tokens, layers, hidden] of row `index`; from then on it counts as written. Raises OSError."""
+        content = None if scales is None else _bytes(scales)
+        write_row(self._file.fileno(), self.place(index), _bytes(states), content)
+
+    def same_file(self, path: Path) -> bool:
+        """Whether `path` is the file that is open here, and not a new one in its place."""
+        return os.path.samestat(os.fstat(self._file.fileno()), os.stat(path))
 
 
 def write_shard(path: Path, rows: Sequence[StateRow], layer_ids: Sequence[int], provenance: dict[str, Any]) -> None:
     """Writes `rows` as one shard, atomically."""
-    if not rows:
-        raise StageError(f"{path}: no rows for this shard; lower scatter.parts or scatter.shards_per_part")
-    states = rows[0].hidden_states
-    meta = {
-        "format_version": FORMAT_VERSION,
-        "layer_ids": list(layer_ids),
-        "dtype": str(states.dtype).removeprefix("torch."),
-        "hidden_size": states.shape[-1],
-        "provenance": provenance,
-    }
-    content = {
-        "hidden_states": torch.cat([row.hidden_states for row in rows]),
-        "token_ids": torch.cat([row.token_ids for row in rows]),
-        "loss_mask": torch.cat([row.loss_mask for row in rows]),
-        "row_offsets": torch.tensor([0, *(len(row.token_ids) for row in rows)]).cumsum(0),
-        "row_keys": [row.key for row in rows],
-        "row_crc32": torch.tensor([row.crc32() for row in rows], dtype=torch.int64),
-        "meta": json.dumps(meta, sort_keys=True),
-    }
+    tokens = [RowTokens(row.key, row.token_ids, row.loss_mask) for row in rows]
+    hidden, dtype = (rows[0].hidden_states.shape[-1], rows[0].hidden_states.dtype) if rows else (0, torch.float32)
+
+    content = _content(path, tokens, layer_ids, hidden, dtype, provenance)
 
     def save(unfinished: Path) -> None:
-        try:
-            torch.save(content, unfinished)
-        except RuntimeError as error:  # torch's writer reports a full disk so
-            raise OSError(_first_line(error)) from error
+        _lay_out(unfinished, content)
+        writer = ShardWriter(unfinished)
+        for index, row in enumerate(rows):
+            writer.put(index, row.hidden_states, row.scales)
 
     write_atomically(path, save)
 
@@ -97,10 +222,10 @@ class Shard:
             raise StageError(
                 f"{path}: not a readable shard, cut short or damaged ({_first_line(error)}); delete and remake it"
             ) from error
+        self.content: dict[str, Any] = content
         self.layer_ids: list[int] = self.meta["layer_ids"]
         self.row_keys: list[str] = content["row_keys"]
-        self._states, self._ids, self._mask = (content[key] for key in KEYS[:3])
-        self._offsets, self._checksums = content["row_offsets"].tolist(), content["row_crc32"].tolist()
+        self.offsets: list[int] = content["row_offsets"].tolist()
         self._check_shape()
         if layer_ids is not None:
             expect(list(layer_ids), self.layer_ids, f"{path}: layer_ids", "extract again with these layers")
@@ -112,38 +237,79 @@ class Shard:
 
     def lengths(self) -> list[int]:
         """Tokens of each row."""
-        return [end - start for start, end in zip(self._offsets, self._offsets[1:], strict=False)]
+        return [end - start for start, end in pairwise(self.offsets)]
+
+    def written(self, index: int) -> bool:
+        """Whether the states of row `index` are there; in a finished shard all are."""
+        return int(self.content["row_crc32"][index]) != UNWRITTEN
 
     def loss_mask(self, index: int) -> torch.Tensor:
         """The mask [tokens] of row `index` alone, unverified: no state is read."""
-        return self._mask[self._offsets[index] : self._offsets[index + 1]]
+        return self.tokens(index).loss_mask
 
-    def row(self, index: int) -> StateRow:
-        """Row `index` as views of the mapped file, its checksum and key verified."""
-        start, end = self._offsets[index], self._offsets[index + 1]
-        row = StateRow(self.row_keys[index], self._ids[start:end], self._mask[start:end], self._states[start:end])
-        if row.crc32() != self._checksums[index] or row_key(row.token_ids.numpy()) != row.key:
+    def tokens(self, index: int) -> RowTokens:
+        """Row `index` without its states, unverified."""
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        return RowTokens(self.row_keys[index], self.content["token_ids"][part], self.content["loss_mask"][part])
+
+    def stored_row(self, index: int) -> StateRow:
+        """Row `index` as it is stored, as views of the mapped file, its checksum and key verified."""
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        scales = self.content["scales"][part] if "scales" in self.content else None
+        row = StateRow(*self.tokens(index), self.content["hidden_states"][part], scales)
+        if row.crc32() != int(self.content["row_crc32"][index]) or row_key(row.token_ids.numpy()) != row.key:
             raise StageError(
                 f"{self.path}: row {index} ({row.key}) is damaged: checksum differs; delete this shard and remake it"
             )
         return row
 
+    def row(self, index: int) -> StateRow:
+        """Row `index`, verified: views of the mapped file, or bfloat16 made from float8."""
+        row = self.stored_row(index)
+        if row.scales is None:
+            return row
+        return StateRow(row.key, row.token_ids, row.loss_mask, from_fp8(row.hidden_states, row.scales))
+
     def __iter__(self) -> Iterator[StateRow]:
         return (self.row(index) for index in range(len(self)))
 
+    def digest(self) -> str:
+        """sha256 over all but the states, which the rows' checksums stand for: no state is read."""
+        digest = hashlib.sha256(json.dumps([self.row_keys, self.content["meta"]]).encode())
+        for name in ("token_ids", "loss_mask", "row_offsets", "row_crc32"):
+            digest.update(_bytes(self.content[name]))
+        return digest.hexdigest()
+
     def _check_shape(self) -> None:
-        tokens, rows = self._offsets[-1], len(self.row_keys)
-        shape = [tokens, len(self.layer_ids), self.meta["hidden_size"]]
-        expect(shape, list(self._states.shape), f"{self.path}: hidden_states", "delete and remake it")
-        expect(
-            str(self._states.dtype).removeprefix("torch."),
-            self.meta["dtype"],
-            f"{self.path}: dtype",
-            "delete and remake it",
-        )
-        for name, tensor in (("token_ids", self._ids), ("loss_mask", self._mask)):
-            expect([tokens], list(tensor.shape), f"{self.path}: {name}", "delete and remake it")
-        expect((rows + 1, rows), (len(self._offsets), len(self._checksums)), f"{self.path}: rows", "delete and remake it")
+        tokens, rows, advice = self.offsets[-1], len(self.row_keys), "delete and remake it"
+        states = self.content["hidden_states"]
+        layers = len(self.layer_ids)
+        expect([tokens, layers, self.meta["hidden_size"]], list(states.shape), f"{self.path}: hidden_states", advice)
+        expect(str(states.dtype).removeprefix("torch."), self.meta["dtype"], f"{self.path}: dtype", advice)
+        for name in ("token_ids", "loss_mask"):
+            expect([tokens], list(self.content[name].shape), f"{self.path}: {name}", advice)
+        expect((rows + 1, rows), (len(self.offsets), len(self.content["row_crc32"])), f"{self.path}: rows", advice)
+        scales = [tokens, layers] if states.dtype == DTYPES["fp8"] else None
+        found = list(self.content["scales"].shape) if "scales" in self.content else None
+        expect(scales, found, f"{self.path}: scales", advice)
+
+
+def _places(path: Path, content: dict[str, Any]) -> dict[str, int]:
+    """Where the bytes of each tensor begin: torch.save stores them uncompressed, numbered in the order of the content."""
+    names = [name for name, value in content.items() if isinstance(value, torch.Tensor)]
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        headers = {entry.filename.partition("/")[2]: entry.header_offset for entry in archive.infolist()}
+        places = {}
+        for number, name in enumerate(names):
+            start = headers[f"data/{number}"]
+            file.seek(start + NAME_LENGTHS)
+            places[name] = start + LOCAL_HEADER + sum(struct.unpack("<HH", file.read(4)))
+    return places
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    # numpy has no bfloat16: the bytes are read through uint8
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))
 
 
 def _first_line(error: Exception) -> str:

@@ -14,7 +14,8 @@ from scripts.eagle3.batches import TokenRow, make_row
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.extraction import Extractor, open_extractor
-from scripts.eagle3.shards import Shard
+from scripts.eagle3.part import shard_tokens
+from scripts.eagle3.shards import Shard, create_shard
 from tests.capture_case import HARDWARE, LAYERS, LENGTHS, assert_neighbours_differ, captured, make_rows, relative_error
 
 
@@ -73,16 +74,18 @@ def test_prefixes_and_near_twins_are_told_apart(llama: Extractor, llama_referenc
 
 def test_a_row_that_was_not_computed_is_refused(llama: Extractor, tmp_path: Path) -> None:
     asked, computed = make_rows(seed=3)[:4], make_rows(seed=4)[:4]
-    ids = [row.input_ids.tolist() for row in [*computed[:3], asked[3]]]
-    llama.llm.collective_rpc("capture_expect", args=([row.input_ids.tolist() for row in asked],))
-    from vllm import SamplingParams
-
-    llama.llm.generate([{"prompt_token_ids": row} for row in ids], SamplingParams(max_tokens=1), use_tqdm=False)
-    masks = [row.loss_mask.tolist() for row in asked]
-    llama.llm.collective_rpc("capture_write", args=(str(tmp_path / "rows.pt"), masks, llama.provenance))
+    path = make_shard(llama, asked, tmp_path)
+    llama.start([*computed[:3], asked[3]], path, range(4))
     with pytest.raises(StageError, match="3 of 4 rows were not computed in one piece"):
-        llama.finish()
-    assert not (tmp_path / "rows.pt").exists()
+        llama.results(wait=True)
+    assert [Shard(path).written(index) for index in range(4)] == [False, False, False, True]
+
+
+def make_shard(extractor: Extractor, rows: list[TokenRow], folder: Path) -> Path:
+    """A shard with room for the rows' states."""
+    tokens = [shard_tokens(row) for row in rows]
+    create_shard(folder / "rows.pt", tokens, LAYERS, extractor.hidden_size, torch.float32, extractor.provenance)
+    return folder / "rows.pt"
 
 
 def test_a_row_with_nan_is_rejected_with_its_layer(llama: Extractor, tmp_path: Path) -> None:
@@ -103,13 +106,15 @@ def test_a_row_with_nan_is_rejected_with_its_layer(llama: Extractor, tmp_path: P
 
     llama.llm.collective_rpc(poison)
     try:
-        llama.start(rows, tmp_path / "rows.pt")
-        result = llama.finish()
+        path = make_shard(llama, rows, tmp_path)
+        llama.start(rows, path, range(3))
+        results = llama.results(wait=True)
     finally:
         for handle in handles:
             handle.remove()
-    assert result == {"path": str(tmp_path / "rows.pt"), "rejected": [[rows[1].key, 4, "not finite"]]}
-    assert [row.key for row in Shard(tmp_path / "rows.pt")] == [rows[0].key, rows[2].key]
+    keys = sorted([rows[0].key, rows[2].key])
+    assert results == [{"path": str(path), "keys": keys, "rejected": [[rows[1].key, 4, "not finite"]]}]
+    assert [Shard(path).written(index) for index in range(3)] == [True, False, True]
 
 
 @pytest.fixture(scope="module")

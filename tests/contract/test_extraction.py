@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
@@ -82,8 +83,24 @@ class Run:
     def files(self, part: str = "part-0") -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted((self.folder / "hidden" / part).iterdir())}
 
+    def rows_written(self, part: str = "part-0") -> int:
+        """Rows whose states the part's store has."""
+        files = [*self.stored(f"{part}/growing/*.pt"), *self.stored(f"{part}/shards/*.pt")]
+        return sum(shard.written(index) for shard in map(Shard, files) for index in range(len(shard)))
+
     def stored(self, pattern: str) -> list[Path]:
         return sorted((self.folder / "store").glob(f"extract_hidden_states/*/{pattern}"))
+
+
+def spoil(path: Path, states: Any) -> None:
+    """Flips one bit of the file, in the middle of these states."""
+    content = path.read_bytes()
+    found = content.index(states.contiguous().view(torch.uint8).numpy().tobytes())
+    with open(path, "r+b") as file:
+        file.seek(found + states.nbytes // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +124,7 @@ def test_every_row_is_there_in_the_order_of_the_token_shard(finished: Run) -> No
         assert entry["rows"] == entry["rows_in"] == ROWS_PER_SHARD
         assert entry["tokens"] == sum(len(row["input_ids"]) for row in rows)
     assert manifest["rejected"] == [] and manifest["proof"]["argmax_agreement"] >= 0.98
-    assert finished.stored("part-0/batches/*.pt") == []
+    assert finished.stored("part-0/growing/*.pt") == []
 
 
 def test_killed_extraction_resumes_without_recomputing_to_the_same_bytes(finished: Run, tmp_path: Path) -> None:
@@ -115,19 +132,20 @@ def test_killed_extraction_resumes_without_recomputing_to_the_same_bytes(finishe
     write_tokens(tmp_path / "tokens/part-0", finished.target, [make_token_rows(1), make_token_rows(2)])
     process = run.start()
     deadline = time.monotonic() + DEADLINE_S
-    while len(run.stored("part-0/batches/*.pt")) < 3:  # finished batches of the first shard
+    while run.rows_written() < 12:  # of the first shard
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "hidden").exists()
-    batches = run.stored("part-0/batches/*.pt") + run.stored("part-0/shards/*.pt")
-    damaged = run.stored("part-0/batches/*.pt")[0]
-    kept = sum(len(Shard(path)) for path in batches) - len(Shard(damaged))
-    os.truncate(damaged, damaged.stat().st_size // 2)
+    kept = run.rows_written()
+    growing = run.stored("part-0/growing/*.pt")[0]
+    shard = Shard(growing)
+    damaged = next(index for index in range(len(shard)) if shard.written(index))
+    spoil(growing, shard.row(damaged).hidden_states)
     errors = run.finish()
-    assert f"{damaged}: not a readable shard" in errors
-    assert f"{kept}/{2 * ROWS_PER_SHARD} rows were finished by an earlier run" in errors
+    assert f"{growing}: row {damaged} ({shard.row_keys[damaged]}) is damaged" in errors
+    assert f"{kept - 1}/{2 * ROWS_PER_SHARD} rows were finished by an earlier run" in errors
     assert run.files() == finished.files()
 
 
@@ -162,16 +180,12 @@ def test_new_rows_alone_are_computed(finished: Run) -> None:
 def test_a_flipped_byte_in_a_finished_shard_is_noticed_and_remade(finished: Run) -> None:
     before = finished.files()
     output = finished.folder / "hidden/part-0/shard-1.pt"
-    with open(output, "r+b") as file:
-        file.seek(output.stat().st_size // 2)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
+    spoil(output, Shard(output).row(3).hidden_states)
     with pytest.raises(StageError, match="checksum differs; delete this shard and remake it"):
         list(Shard(output))
     # part-1 still has these rows: no engine is needed to remake it
     errors = finished.without_engine()
-    assert "checksum differs from the recorded one" in errors
+    assert "row 3 " in errors and "is damaged: checksum differs" in errors
     assert finished.files() == before
 
 
@@ -204,7 +218,7 @@ def test_other_layer_ids_are_refused_by_readers(finished: Run) -> None:
 def test_a_small_disk_is_refused_before_any_engine(finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokens(tmp_path / "tokens/part-0", finished.target, [make_token_rows(4)])
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
-    with pytest.raises(StageError, match=r"extraction of part-0 needs 0\.01 GB, 0\.00 GB are free"):
+    with pytest.raises(StageError, match=r"extraction of part-0 needs 0\.00 GB, 0\.00 GB are free"):
         main(Run(tmp_path, finished.target).arguments(shards=1))
 
 

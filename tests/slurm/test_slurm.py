@@ -145,7 +145,8 @@ class ClusterRun:
         return sorted((self.root / "results/given/store" / EXTRACTION).glob(f"*/part-0/{pattern}"))
 
     def stored_rows(self) -> int:
-        return sum(len(Shard(path)) for path in [*self.stored("batches/*.pt"), *self.stored("shards/*.pt")])
+        shards = map(Shard, [*self.stored("growing/*.pt"), *self.stored("shards/*.pt")])
+        return sum(shard.written(index) for shard in shards for index in range(len(shard)))
 
     def forget_extraction(self) -> None:
         """As if the extraction had never run."""
@@ -291,7 +292,7 @@ def test_a_cancelled_extraction_is_continued_and_nothing_is_computed_again(given
     before = given.slurm.last_job()
     with given.started("given.yaml", STATES, "--retries", "0") as run:
         pid = given.wait_for_stage(EXTRACTION)
-        wait_for(lambda: given.stored("batches/*.pt") != [], START_S, given.screen, interval_s=0.01)
+        wait_for(lambda: given.stored_rows() > 0, START_S, given.screen, interval_s=0.01)
         os.kill(pid, signal.SIGSTOP)  # or it might end before scancel reaches it, which wakes it up
         given.slurm.cancel(given.extraction_jobs(before)[0])
         assert run.wait(timeout=RUN_S) != 0

@@ -8,45 +8,66 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.eagle3.capture import Step, match_rows, refuse_uncapturable, unsupported
+from scripts.eagle3.batches import make_row
+from scripts.eagle3.capture import refuse_uncapturable, unsupported
+from scripts.eagle3.capture_writer import CaptureWriter
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.rows import row_key
+from scripts.eagle3.part import shard_tokens
+from scripts.eagle3.shards import DTYPES, Shard, create_shard
+
+LAYERS = [2, 8]
+HIDDEN = 64
 
 
-def row(*ids: int) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.int32)
+Step = tuple[list[int], list[int]]
 
 
-def step(ids: list[int], positions: list[int]) -> Step:
-    """A step whose states are the index of the token in it."""
-    states = torch.arange(len(ids)).float()[:, None, None]
-    return Step(torch.tensor(ids), torch.tensor(positions), states, torch.ones(len(ids), 1, dtype=torch.bool))
+def make_shard(path: Path, rows: list[list[int]], dtype: torch.dtype = torch.float32) -> Path:
+    tokens = [shard_tokens(make_row(ids)) for ids in rows]
+    create_shard(path, tokens, LAYERS, HIDDEN, dtype, {})
+    return path
 
 
-def places(rows: list[torch.Tensor], *steps: Step) -> list[list[float]]:
-    found = match_rows(rows, steps)
-    return [found[row_key(row.numpy())][0].flatten().tolist() for row in rows]
+def run(path: Path, indices: list[int], *steps: Step) -> dict[str, Any]:
+    """The result of a batch whose forward passes are `steps`: ids and positions; states are the token's index in its step."""
+    writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
+    writer.expect(path, indices, LAYERS)
+    for ids, positions in steps:
+        state = torch.arange(len(ids)).float()[:, None].expand(-1, HIDDEN)
+        writer.take(torch.tensor(ids), torch.tensor(positions), [state, state + 100])
+    return writer.results(wait=True)[0]
 
 
-def test_rows_are_found_whatever_their_order_and_step() -> None:
-    a, b, c = row(5, 6, 7), row(8, 9), row(5, 6)
-    first, second = step([8, 9, 5, 6, 7], [0, 1, 0, 1, 2]), step([5, 6], [0, 1])
-    assert places([a, b, c], first, second) == [[2, 3, 4], [0, 1], [0, 1]]
+def places(folder: Path, rows: list[list[int]], *steps: Step) -> list[list[float]]:
+    path = make_shard(folder / "shard-0.pt", rows)
+    assert run(path, list(range(len(rows))), *steps).get("rejected") == []
+    found = [row.hidden_states for row in Shard(path)]
+    assert all(torch.equal(states[:, 1], states[:, 0] + 100) for states in found)
+    return [states[:, 0, 0].tolist() for states in found]
 
 
-def test_padding_is_cut_off_whether_its_positions_are_zero_or_go_on() -> None:
-    a, b = row(5, 6, 7), row(8, 9)
-    assert places([a, b], step([5, 6, 7, 8, 9, 0, 0], [0, 1, 2, 0, 1, 0, 0])) == [[0, 1, 2], [3, 4]]
-    assert places([a, b], step([5, 6, 7, 8, 9, 1, 1], [0, 1, 2, 0, 1, 2, 3])) == [[0, 1, 2], [3, 4]]
+def test_rows_are_found_whatever_their_order_and_step(tmp_path: Path) -> None:
+    first, second = ([8, 9, 5, 6, 7], [0, 1, 0, 1, 2]), ([5, 6], [0, 1])
+    assert places(tmp_path, [[5, 6, 7], [8, 9], [5, 6]], first, second) == [[2, 3, 4], [0, 1], [0, 1]]
 
 
-def test_decode_steps_are_passed_over() -> None:
-    assert places([row(5, 6)], step([5, 6, 9], [0, 1, 7]), step([4], [2])) == [[0, 1]]
+def test_padding_is_cut_off_whether_its_positions_are_zero_or_go_on(tmp_path: Path) -> None:
+    rows, ids = [[5, 6, 7], [8, 9]], [5, 6, 7, 8, 9, 0, 0]
+    assert places(tmp_path, rows, (ids, [0, 1, 2, 0, 1, 0, 0])) == [[0, 1, 2], [3, 4]]
+    assert places(tmp_path, rows, (ids, [0, 1, 2, 0, 1, 2, 3])) == [[0, 1, 2], [3, 4]]
+
+
+def test_decode_steps_are_passed_over(tmp_path: Path) -> None:
+    assert places(tmp_path, [[5, 6]], ([5, 6, 9], [0, 1, 7]), ([4], [2])) == [[0, 1]]
+
+
+def test_a_row_that_stands_twice_in_a_shard_is_written_twice(tmp_path: Path) -> None:
+    assert places(tmp_path, [[5, 6], [8, 9], [5, 6]], ([5, 6, 8, 9], [0, 1, 0, 1])) == [[0, 1], [2, 3], [0, 1]]
 
 
 @pytest.mark.parametrize(
-    ("ids", "positions"),
+    "step",
     [
         ([5, 6, 8], [0, 1, 2]),  # another token
         ([5, 6], [0, 1]),  # cut off
@@ -54,9 +75,62 @@ def test_decode_steps_are_passed_over() -> None:
         ([5, 6, 7], [0, 1, 3]),  # a gap
     ],
 )
-def test_a_row_in_pieces_or_with_other_ids_is_refused(ids: list[int], positions: list[int]) -> None:
-    with pytest.raises(StageError, match="1 of 1 rows were not computed in one piece"):
-        match_rows([row(5, 6, 7)], [step(ids, positions)])
+def test_a_row_in_pieces_or_with_other_ids_is_refused(tmp_path: Path, step: Step) -> None:
+    path = make_shard(tmp_path / "shard-0.pt", [[5, 6, 7]])
+    assert "1 of 1 rows were not computed in one piece" in run(path, [0], step)["error"]
+    assert not Shard(path).written(0)
+
+
+def test_rows_that_only_keep_company_are_not_written(tmp_path: Path) -> None:
+    path = make_shard(tmp_path / "shard-0.pt", [[5, 6], [8, 9]])
+    result = run(path, [1], ([5, 6, 8, 9], [0, 1, 0, 1]))
+    assert result["keys"] == [Shard(path).row_keys[1]]
+    assert (Shard(path).written(0), Shard(path).written(1)) == (False, True)
+
+
+def test_a_row_with_infinity_is_rejected_with_its_layer_and_the_others_are_kept(tmp_path: Path) -> None:
+    path = make_shard(tmp_path / "shard-0.pt", [[5, 6], [8, 9]])
+    writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
+    writer.expect(path, [0, 1], LAYERS)
+    states = [torch.ones(4, HIDDEN), torch.ones(4, HIDDEN)]
+    states[1][3, 5] = float("inf")
+    writer.take(torch.tensor([5, 6, 8, 9]), torch.tensor([0, 1, 0, 1]), states)
+    keys = Shard(path).row_keys
+    assert writer.results(wait=True) == [{"path": str(path), "keys": [keys[0]], "rejected": [[keys[1], 8, "not finite"]]}]
+    assert (Shard(path).written(0), Shard(path).written(1)) == (True, False)
+
+
+def test_many_forward_passes_of_many_batches_end_up_in_their_places(tmp_path: Path) -> None:
+    # more passes than buffers, over two files, written by several threads
+    rows = [[number, number + 1] for number in range(0, 200, 2)]
+    writer, results = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS)), []
+    for name in ("shard-0.pt", "shard-1.pt"):
+        make_shard(tmp_path / name, rows)
+        for start in range(0, len(rows), 4):
+            writer.expect(tmp_path / name, list(range(start, start + 4)), LAYERS)
+            for ids in rows[start : start + 4]:
+                state = torch.tensor(ids).float()[:, None].expand(-1, HIDDEN)
+                writer.take(torch.tensor(ids), torch.tensor([0, 1]), [state, -state])
+            results += writer.results(wait=False)
+    results += writer.results(wait=True)
+    assert [len(result["keys"]) for result in results] == [4] * 50
+    for name in ("shard-0.pt", "shard-1.pt"):
+        assert [row.hidden_states[:, 0, 0].tolist() for row in Shard(tmp_path / name)] == rows
+
+
+def test_states_in_float8_come_back_within_its_rounding(tmp_path: Path) -> None:
+    path = make_shard(tmp_path / "shard-0.pt", [[5, 6, 7]], DTYPES["fp8"])
+    states = [torch.randn(3, HIDDEN) * torch.tensor([[1e-3], [1.0], [1e5]]), torch.zeros(3, HIDDEN)]
+    writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
+    writer.expect(path, [0], LAYERS)
+    writer.take(torch.tensor([5, 6, 7]), torch.tensor([0, 1, 2]), states)
+    assert writer.results(wait=True)[0]["keys"]
+    row = Shard(path).row(0)
+    assert row.hidden_states.dtype == torch.bfloat16
+    found, largest = row.hidden_states[:, 0].float(), states[0].abs().amax(dim=-1, keepdim=True)
+    # three bits of mantissa, and what lies below the smallest step of the token's scale
+    assert ((found - states[0]).abs() <= states[0].abs() / 15 + largest / 448 / 512).all()
+    assert torch.equal(row.hidden_states[:, 1], torch.zeros(3, HIDDEN, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,253 @@
+"""How fast hidden states are extracted, against the same engine without capture, the disk, and vLLM's own connector.
+
+In: a shape (random weights) or a target's folder; a folder in memory and one on a disk. Out: a JSON line per measurement and
+a table of ratios. The extraction is the stage's own: batches, growing shards, checksums, fsync.
+
+    python -m benchmarks.extraction_speed --shape smollm2 --work /dev/shm/speed --disk /tmp/speed --output results
+"""
+
+import argparse
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import random_target
+from benchmarks.harness import Step, run_one, run_steps
+from scripts.eagle3.batches import TokenRow, make_row, plan_batches
+from scripts.eagle3.config import Target
+from scripts.eagle3.engine import Hardware, load_engine, on_cpu, unload_engine
+from scripts.eagle3.extraction import open_extractor, run_batches, states_provenance
+from scripts.eagle3.files import read_json
+from scripts.eagle3.part import Part
+from scripts.eagle3.store import open_store
+from scripts.eagle3.target import text_config
+
+MAX_ROWS = 128
+SHORTEST, LONGEST = 256, 2048
+BATCHES_PER_SHARD = 8
+SAMPLE_S = 0.05
+DISK_BYTES, DISK_PIECE = 4 << 30, 64 << 20
+
+
+def target_of(work: Path) -> Target:
+    """The target that `make` has written, or the one that is linked there."""
+    folder = (work / "target").resolve()
+    config = read_json(folder / "config.json")
+    layers = config.get("text_config", config)["num_hidden_layers"]
+    third = {"aux_layer_ids": [2, 4, 5]} if layers == 8 else {}
+    kimi = "text_config" in config
+    dtype = "float32" if on_cpu() else "bfloat16"
+    return Target(path=str(folder), num_hidden_layers=layers, trust_remote_code=kimi, dtype=dtype, **third)
+
+
+def some_rows(tokens: int) -> list[TokenRow]:
+    """Rows of SHORTEST to LONGEST tokens, of random ids, about `tokens` in all."""
+    random = np.random.default_rng(0)
+    rows = []
+    while tokens > 0:
+        rows.append(make_row(random.integers(0, 1000, int(random.integers(SHORTEST, LONGEST + 1))).tolist()))
+        tokens -= len(rows[-1])
+    return rows
+
+
+def shards_of(rows: list[TokenRow], batch_tokens: int) -> list[list[TokenRow]]:
+    """Rows dealt to shards of a few batches each."""
+    count = max(1, sum(map(len, rows)) // (BATCHES_PER_SHARD * batch_tokens))
+    return [rows[number::count] for number in range(count)]
+
+
+class Watch:
+    """Samples while it is open: the GPU's idle share, and the peak of this process's own memory in bytes."""
+
+    def __init__(self) -> None:
+        self.busy: list[float] = []
+        self.peak_bytes = 0
+        self._end = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._sampler.join()
+
+    def record(self) -> dict[str, Any]:
+        """For the result."""
+        idle = {"gpu_idle": round(1 - sum(self.busy) / len(self.busy) / 100, 3)} if self.busy else {}
+        return {**idle, "host_gb": self.peak_bytes / 1e9}
+
+    def _sample(self) -> None:
+        import torch
+
+        while not self._end.wait(SAMPLE_S):
+            if torch.cuda.is_available():
+                self.busy.append(torch.cuda.utilization())
+            # without the pages of mapped files, which the kernel takes back
+            status = Path("/proc/self/status").read_text().splitlines()
+            own = [int(line.split()[1]) * 1024 for line in status if line.startswith(("RssAnon:", "RssShmem:"))]
+            self.peak_bytes = max(self.peak_bytes, sum(own))
+
+
+def prefill(work: Path, tokens: int, batch_tokens: int, eager: bool) -> dict[str, Any]:
+    """The plain engine on the batches of the extraction."""
+    from vllm import SamplingParams
+
+    rows = some_rows(tokens)
+    by_key = {row.key: row for row in rows}
+    batches = plan_batches(shards_of(rows, batch_tokens), batch_tokens, MAX_ROWS)
+    options: dict[str, Any] = {"enable_chunked_prefill": False} if eager else {}
+    began = time.perf_counter()
+    llm = load_engine(target_of(work), Hardware(batch_tokens, MAX_ROWS), max_model_len=LONGEST + 1, eager=eager, **options)
+    loaded = time.perf_counter() - began
+    parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+    def run(keys: tuple[str, ...]) -> None:
+        prompts = [{"prompt_token_ids": by_key[key].input_ids.tolist()} for key in keys]
+        llm.generate(prompts, parameters, use_tqdm=False)
+
+    run(batches[-1].keys)
+    seconds, watch = [], Watch()
+    with watch:
+        for _ in range(2):
+            began = time.perf_counter()
+            for batch in batches:
+                run(batch.keys)
+            seconds.append(time.perf_counter() - began)
+    unload_engine(llm)
+    total = sum(map(len, rows))
+    speeds = {"tokens_per_s": total / min(seconds), "tokens_per_s_worse": total / max(seconds)}
+    return {"tokens": total, "batches": len(batches), **speeds, "load_s": loaded, **watch.record()}
+
+
+def extract(work: Path, tokens: int, batch_tokens: int, folder: str, dtype: str) -> dict[str, Any]:
+    """The stage on the same batches, its store in `folder`; twice, the second time anew in the same engine."""
+    rows, target = some_rows(tokens), target_of(work)
+    shards = shards_of(rows, batch_tokens)
+    batches = plan_batches(shards, batch_tokens, MAX_ROWS)
+    provenance = states_provenance(target, dtype)
+    seconds, watch, root = [], Watch(), Path(folder)
+    began = time.perf_counter()
+    with open_extractor(target, Hardware(batch_tokens, MAX_ROWS), LONGEST, dtype) as extractor:
+        loaded = time.perf_counter() - began
+        proof = extractor.prove(rows, root / "proof")
+        with watch:
+            for turn in range(2):
+                with open_store(root / str(turn), "extract_hidden_states", provenance) as store:
+                    part = Part(store, shards, provenance, int(text_config(target)["hidden_size"]))
+                    began = time.perf_counter()
+                    run_batches(part, extractor, batches)
+                    seconds.append(time.perf_counter() - began)
+                size = sum(path.stat().st_size for path in store.folder.glob("shards/*.pt"))
+                shutil.rmtree(root / str(turn))
+        installed = extractor.installed
+    total = sum(map(len, rows))
+    return {
+        **{"tokens": total, "batches": len(batches), "shards": len(shards), **installed, "load_s": loaded},
+        **{"tokens_per_s": total / min(seconds), "tokens_per_s_worse": total / max(seconds)},
+        **{"gb_per_s": size / min(seconds) / 1e9, **watch.record(), "proof": proof.record()},
+    }
+
+
+def disk(work: Path, folder: str) -> dict[str, Any]:
+    """What the file system of `folder` takes: one file, written in pieces by one thread and by four, with fsync."""
+    path = Path(folder) / "disk-rate"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    piece = np.random.default_rng(0).bytes(DISK_PIECE)
+    rates = {}
+    for threads in (1, 4):
+        began = time.perf_counter()
+        with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(threads) as pool:
+            places = range(0, DISK_BYTES, DISK_PIECE)
+            list(pool.map(lambda place: os.pwrite(file.fileno(), piece, place), places))
+            os.fsync(file.fileno())
+        rates[f"gb_per_s_{threads}"] = DISK_BYTES / (time.perf_counter() - began) / 1e9
+        path.unlink()
+    return rates
+
+
+def connector(work: Path, tokens: int, batch_tokens: int, folder: str) -> dict[str, Any]:
+    """speculators generate-offline-data on the same rows: vLLM's server with its stock connector, and the client."""
+    from benchmarks import stock_connector
+
+    return stock_connector.measure(target_of(work), some_rows(tokens), batch_tokens, LONGEST, Path(folder))
+
+
+FUNCTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "prefill": prefill,
+    "extract": extract,
+    "disk": disk,
+    "connector": connector,
+}
+
+
+def plan(options: argparse.Namespace) -> list[Step]:
+    """The measurements in order."""
+    size = {"tokens": options.tokens, "batch_tokens": options.batch_tokens}
+    v1, v2 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    memory, place = str(options.work / "states"), str(options.disk)
+    steps = [
+        Step("prefill", {**size, "eager": True}, 300, v1),
+        Step("extract", {**size, "folder": memory, "dtype": options.dtype}, 300, v1),
+        Step("disk", {"folder": memory}, 120),
+        Step("disk", {"folder": place}, 120),
+        Step("extract", {**size, "folder": place, "dtype": options.dtype}, 300, v1),
+    ]
+    if not on_cpu():
+        steps += [
+            Step("extract", {**size, "folder": memory, "dtype": "fp8"}, 300, v1),
+            Step("extract", {**size, "folder": memory, "dtype": options.dtype}, 300, v2),
+            Step("prefill", {**size, "eager": False}, 400, v1),
+            Step("connector", {**size, "folder": memory}, 400, v1),
+        ]
+    return [step for number, step in enumerate(steps) if not options.only or number in options.only]
+
+
+@contextmanager
+def emptied(*folders: Path) -> Iterator[None]:
+    """States are deleted whatever happens."""
+    try:
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    """Command line: see the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", help=f"{', '.join(random_target.SHAPES)}, or the folder of a target")
+    parser.add_argument("--work", type=Path, required=True, help="folder in memory: target and states, up to 30 GB")
+    parser.add_argument("--disk", type=Path, help="folder on a disk")
+    parser.add_argument("--output", type=Path, required=True, help="folder for results.jsonl and the logs of failures")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--batch-tokens", type=int, default=16384)
+    parser.add_argument("--dtype", default="bfloat16", help="of the stored states")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of the measurements, from 0")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a failed measurement")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        random_target.register()
+        run_one(options.one, options.work, FUNCTIONS)
+        return
+    random_target.place(options.shape, options.work / "target")
+    with emptied(options.work / "states", options.disk):
+        run_steps("benchmarks.extraction_speed", plan(options), options.work, options.output, options.keep_going)
+    results = [json.loads(line) for line in (options.output / "results.jsonl").read_text().splitlines()]
+    for result in results:
+        print(result.get("measurement"), result.get("folder", ""), result.get("dtype", ""), result.get("tokens_per_s", ""))
+
+
+if __name__ == "__main__":
+    main()

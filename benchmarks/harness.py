@@ -1,0 +1,67 @@
+"""Measurements that each run in a process of their own, with a time limit: a GPU is empty again after each.
+
+In: steps (function, arguments, environment, limit). Out: a JSON line each in `{output}/results.jsonl` and on the screen.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULT = "RESULT "
+KEPT_CHARACTERS = 1500
+
+
+class Step(NamedTuple):
+    """One measurement: the function's name, its arguments, environment variables, seconds that it may take."""
+
+    name: str
+    arguments: dict[str, Any]
+    limit_s: int
+    environment: Mapping[str, str] = {}
+
+
+def run_steps(module: str, steps: list[Step], work: Path, output: Path, keep_going: bool) -> None:
+    """Runs each step with `python -m {module} --work --output --one STEP`; the first failure ends it."""
+    output.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        if not _measure(module, step, work, output) and not keep_going:
+            sys.exit(1)
+
+
+def run_one(step: str, work: Path, functions: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
+    """In the step's own process: measures and prints."""
+    from scripts.eagle3.engine import device_name, engine_version
+
+    name, arguments = json.loads(step)
+    result = functions[name](work, **arguments)
+    print(RESULT + json.dumps({**result, "engine": engine_version(), "device": device_name()}), flush=True)
+
+
+def _measure(module: str, step: Step, work: Path, output: Path) -> bool:
+    command = [sys.executable, "-m", module, "--work", str(work), "--output", str(output)]
+    command += ["--one", json.dumps([step.name, step.arguments])]
+    began = time.perf_counter()
+    try:
+        environment = {**os.environ, **step.environment}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=step.limit_s)
+        code, said = done.returncode, done.stdout + done.stderr
+    except subprocess.TimeoutExpired as error:
+        code, said = 124, f"{error.stdout or b''!r} {error.stderr or b''!r}"
+    found = [line for line in said.splitlines() if line.startswith(RESULT)]
+    record = {"measurement": step.name, **step.arguments, **step.environment}
+    record["wall_s"] = round(time.perf_counter() - began, 1)
+    if code == 0 and found:
+        record |= json.loads(found[-1].removeprefix(RESULT))
+    else:
+        record["failed"] = code
+        (output / f"{step.name}-failed-{int(time.time())}.log").write_text(said)
+        print(said[-KEPT_CHARACTERS:])
+    with open(output / "results.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    print(json.dumps(record), flush=True)
+    return code == 0 and bool(found)

@@ -1,0 +1,187 @@
+"""Writes captured states into shards, in a process of its own: checksums and writes never hold up the engine's thread.
+
+In: jobs through a connection, one forward pass each, whose arrays lie in shared memory. Out: for each job what was found.
+A row is recognised by content: positions restart at 0 at each row, and a segment is written only where its token ids equal
+a row that was asked for. It imports no torch, so it starts at once; it ends when the process that started it does.
+"""
+
+import mmap
+import os
+import signal
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scripts.eagle3.row_key import row_key
+
+PAGE = 4096
+Array = np.ndarray[Any, Any]
+
+
+class Place(NamedTuple):
+    """Where one row lies in its shard file, in bytes, and the checksum of its ids and mask, which its states continue."""
+
+    states: int
+    scales: int
+    checksum: int
+    crc32: int
+
+
+class Wanted(NamedTuple):
+    """A row that is asked for: its length in tokens, and its places (several where it stands in the shard twice)."""
+
+    tokens: int
+    places: list[Place]
+
+
+class Job(NamedTuple):
+    """A forward pass: its slot in the memory, tokens, bytes of a token's states in the file, and the rows asked for.
+
+    Several writers share it: each writes every `writers`-th row, from its own number on.
+    """
+
+    path: str
+    slot: int
+    writers: int
+    tokens: int
+    state_bytes: int
+    scaled: bool
+    wanted: dict[str, Wanted]
+
+
+class Done(NamedTuple):
+    """A writer's share of a pass: keys of rows that were written; rejected ones with the index of the first bad layer."""
+
+    slot: int
+    written: list[str]
+    rejected: list[tuple[str, int]]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """The arrays of one forward pass in the shared memory: [max_tokens, ...] each, on whole pages."""
+
+    max_tokens: int
+    layers: int
+    state_bytes: int
+
+    def places(self) -> dict[str, tuple[int, str, int]]:
+        """name -> (first byte in the slot, numpy dtype, columns)."""
+        columns = {
+            "token_ids": ("int32", 1),
+            "positions": ("int32", 1),
+            "finite": ("bool", self.layers),
+            "scales": ("float32", self.layers),
+            "states": ("uint8", self.state_bytes),
+        }
+        found, start = {}, 0
+        for name, (dtype, width) in columns.items():
+            found[name] = (start, dtype, width)
+            start += -(-self.max_tokens * width * np.dtype(dtype).itemsize // PAGE) * PAGE
+        return found
+
+    def slot_bytes(self) -> int:
+        """Size of one slot."""
+        start, _, width = self.places()["states"]
+        return start + -(-self.max_tokens * width // PAGE) * PAGE
+
+    def arrays(self, memory: mmap.mmap, slot: int) -> dict[str, Array]:
+        """Views of the slot's arrays, [max_tokens, columns]."""
+        base = slot * self.slot_bytes()
+        return {
+            name: np.frombuffer(memory, dtype, self.max_tokens * width, base + start).reshape(self.max_tokens, width)
+            for name, (start, dtype, width) in self.places().items()
+        }
+
+
+def find_rows(token_ids: Array, positions: Array, wanted: Mapping[str, Wanted]) -> list[tuple[str, int, int]]:
+    """Rows in one forward pass: (row key, first token, one after the last); ids and positions [tokens].
+
+    A row's segment begins at a position 0 and counts up without a gap. The segment may be longer than the row where padding
+    follows.
+    """
+    lengths, found = sorted({row.tokens for row in wanted.values()}, reverse=True), []
+    # a boundary is wherever the position does not continue the one before
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    for start, end in pairwise([0, *breaks.tolist(), len(token_ids)]):
+        if start == end or positions[start] != 0:
+            continue
+        for length in (n for n in lengths if n <= end - start):
+            if length < end - start and end < len(token_ids):
+                continue  # only the last segment can run into padding
+            key = row_key(token_ids[start : start + length])
+            if key in wanted:
+                found.append((key, start, start + length))
+                break
+    return found
+
+
+def write_at(descriptor: int, content: Any, place: int) -> None:
+    """All bytes of `content` from `place` on; one write takes 2 GB at most. Raises OSError."""
+    view = memoryview(content).cast("B")
+    while view:
+        written = os.pwrite(descriptor, view, place)
+        view, place = view[written:], place + written
+
+
+def write_row(descriptor: int, place: Place, states: Any, scales: Any | None) -> None:
+    """Writes one row's states and scales, C-contiguous, and then its checksum: a row whose checksum is there is there."""
+    checksum = place.crc32
+    for content, start in ((scales, place.scales), (states, place.states)):
+        if content is not None:
+            checksum = zlib.crc32(content, checksum)
+            write_at(descriptor, content, start)
+    write_at(descriptor, np.int64(checksum).tobytes(), place.checksum)
+
+
+def write_pass(job: Job, number: int, arrays: dict[str, Array]) -> Done:
+    """Writes this writer's share of the rows of one forward pass that are asked for."""
+    ids, positions = (arrays[name][: job.tokens, 0] for name in ("token_ids", "positions"))
+    states = arrays["states"].reshape(-1)[: job.tokens * job.state_bytes].reshape(job.tokens, job.state_bytes)
+    written, rejected = [], []
+    descriptor = os.open(job.path, os.O_WRONLY)
+    try:
+        for key, start, end in find_rows(ids, positions, job.wanted)[number :: job.writers]:
+            finite = arrays["finite"][start:end]
+            if not finite.all():
+                rejected.append((key, int(np.flatnonzero(~finite.all(axis=0))[0])))
+                continue
+            for place in job.wanted[key].places:
+                write_row(descriptor, place, states[start:end], arrays["scales"][start:end] if job.scaled else None)
+            written.append(key)
+    finally:
+        os.close(descriptor)
+    return Done(job.slot, written, rejected)
+
+
+def serve(number: int, connection: Connection, memory: mmap.mmap, layout: SlotLayout) -> None:
+    """Does its share of jobs until the other side closes the connection or dies."""
+    arrays: dict[int, dict[str, Array]] = {}
+    while True:
+        try:
+            job: Job = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        if job.slot not in arrays:
+            arrays[job.slot] = layout.arrays(memory, job.slot)
+        try:
+            done = write_pass(job, number, arrays[job.slot])
+        except OSError as error:
+            done = Done(job.slot, [], [], error.strerror or str(error))
+        connection.send(done)
+
+
+def main() -> None:
+    """The process: its number, descriptors of its connection and of the memory, and the layout's numbers as arguments."""
+    # a terminal's Ctrl-C reaches the whole group; what is being written ends with the engine's process
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    number, connection, memory, *sizes = map(int, sys.argv[1:])
+    serve(number, Connection(connection), mmap.mmap(memory, 0), SlotLayout(*sizes))

@@ -1,0 +1,256 @@
+"""From the device into shards: forward passes go through a ring of shared host memory to processes that write them.
+
+In: the rows of a shard file that are computed next, and the engine's forward passes, one by one. Out: the states of each
+row in its place in the file (capture_process). The engine's thread only starts copies and passes messages. Host memory is
+bounded by the ring: when the disk is slower than the engine, the engine waits.
+"""
+
+import mmap
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from scripts.eagle3.capture_process import Done, Job, SlotLayout, Wanted
+from scripts.eagle3.errors import StageError
+from scripts.eagle3.files import cannot_write
+from scripts.eagle3.shards import DTYPES, ShardWriter, to_fp8
+
+ROOT = Path(__file__).resolve().parents[2]
+# They share each forward pass. Checksum and write of one thread are slower than an engine; four reach what a disk takes.
+MAX_WRITERS = 4
+# forward passes: one that is written, one that waits for it, one that is copied from the device
+SLOTS = 3
+
+
+class Batch:
+    """Rows of one shard file that are computed together: what is asked for, and what has been written of it."""
+
+    def __init__(self, file: ShardWriter, indices: Sequence[int], layer_ids: Sequence[int]) -> None:
+        """indices: the rows' places in the file."""
+        self.path, self.layer_ids = file.shard.path, layer_ids
+        states = file.shard.content["hidden_states"]
+        self.dtype: torch.dtype = states.dtype
+        self.state_bytes: int = states[0].numel() * states.element_size()
+        self.wanted: dict[str, Wanted] = {}
+        for index in indices:
+            key, tokens = file.shard.row_keys[index], file.shard.offsets[index + 1] - file.shard.offsets[index]
+            self.wanted.setdefault(key, Wanted(tokens, [])).places.append(file.place(index))
+        self.problem: str | None = None
+        self.passes = 0
+        self._written: set[str] = set()
+        self._rejected: dict[str, int] = {}
+
+    def add(self, done: Done) -> None:
+        """A part of a forward pass has been written."""
+        self._written |= set(done.written)
+        self._rejected |= dict(done.rejected)
+        if done.error:
+            self.problem = self.problem or str(cannot_write(self.path, OSError(done.error)))
+
+    def result(self) -> dict[str, Any]:
+        """{"path", "keys", "rejected": [[row_key, layer, reason]]} or {"error": one line}, all passes being written."""
+        missing = [key for key in self.wanted if key not in self._written and key not in self._rejected]
+        if missing and not self.problem:
+            self.problem = (
+                f"capture: {len(missing)} of {len(self.wanted)} rows were not computed in one piece, e.g. {missing[0]} of "
+                f"{self.wanted[missing[0]].tokens} tokens; the engine cut or cached a row: run again, and report it if it stays"
+            )
+        if self.problem:
+            return {"error": self.problem}
+        rejected = [[key, self.layer_ids[index], "not finite"] for key, index in sorted(self._rejected.items())]
+        return {"path": str(self.path), "keys": sorted(self._written), "rejected": rejected}
+
+
+class _Copy(NamedTuple):
+    """A forward pass on its way to the host; the device's tensors are held until the event has happened."""
+
+    batch: Batch
+    slot: int
+    tokens: int
+    held: list[torch.Tensor]
+    event: Any
+
+
+class _Writer:
+    """One writing process."""
+
+    def __init__(self, number: int, memory: int, layout: SlotLayout) -> None:
+        self.connection, theirs = Pipe()
+        # imported, not run by name: what it sends is then of the same classes here and there
+        command = [sys.executable, "-c", "from scripts.eagle3.capture_process import main; main()"]
+        command += map(str, [number, theirs.fileno(), memory, layout.max_tokens, layout.layers, layout.state_bytes])
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno(), memory])
+        theirs.close()
+        self.running = 0
+
+    def send(self, job: memoryview) -> None:
+        self.connection.send_bytes(job)
+        self.running += 1
+
+    def take(self) -> Done:
+        """The answer to the oldest job."""
+        try:
+            done: Done = self.connection.recv()
+        except (EOFError, ConnectionError) as error:
+            code = self.process.wait()
+            raise StageError(
+                f"a process that writes states ended with exit code {code}; if it was killed for memory, lower batch_tokens"
+            ) from error
+        self.running -= 1
+        return done
+
+
+class CaptureWriter:
+    """Takes forward passes from the engine's thread and has them written; batches end in the order of their beginning."""
+
+    def __init__(self, max_tokens: int, layers: int, state_bytes: int) -> None:
+        """max_tokens: of one forward pass. state_bytes: of one token's states, at most."""
+        self._layout = SlotLayout(max_tokens, layers, state_bytes)
+        descriptor = os.memfd_create("captured_states")  # has no name that a killed job could leave behind
+        os.ftruncate(descriptor, SLOTS * self._layout.slot_bytes())
+        self._memory = mmap.mmap(descriptor, 0)
+        writers = max(1, min(MAX_WRITERS, (os.cpu_count() or 1) // 2))
+        self._writers = [_Writer(number, descriptor, self._layout) for number in range(writers)]
+        os.close(descriptor)
+        self.pinned = torch.cuda.is_available() and _pin(self._memory)
+        arrays = [self._layout.arrays(self._memory, slot) for slot in range(SLOTS)]
+        self._slots = [{name: torch.from_numpy(array) for name, array in slot.items()} for slot in arrays]
+        self._free = list(range(SLOTS))
+        self._written: dict[int, tuple[Batch, int]] = {}  # slot -> whose pass it is, and how many writers are at it
+        self._copies: deque[_Copy] = deque()
+        self._running: deque[Batch] = deque()
+        self._batch: Batch | None = None
+        self._file: ShardWriter | None = None
+        self._stream: Any = None
+
+    def expect(self, path: Path, indices: Sequence[int], layer_ids: Sequence[int]) -> None:
+        """The forward passes from now on are those of these rows of the shard file at `path`."""
+        self._end_batch()
+        if self._file is None or not self._file.same_file(path):
+            self._file = ShardWriter(path)
+        self._batch = Batch(self._file, indices, layer_ids)
+
+    def fail(self, problem: str) -> None:
+        """Something is wrong with the batch that runs; its result says so."""
+        if self._batch is not None:
+            self._batch.problem = self._batch.problem or problem
+
+    def take(self, token_ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
+        """One forward pass: ids and positions [tokens], one state [tokens, hidden] per layer; waits for room in the ring."""
+        batch, tokens = self._batch, len(token_ids)
+        if batch is None:  # a warm-up of the engine
+            return
+        width = sum(state.shape[1] for state in states) * batch.dtype.itemsize
+        if tokens > self._layout.max_tokens or width != batch.state_bytes:
+            given, expected = (tokens, width), (self._layout.max_tokens, batch.state_bytes)
+            self.fail(f"capture: a forward pass of {given} tokens and bytes a token, expected at most {expected}")
+            return
+        stacked = torch.stack(states, dim=1)
+        finite = torch.linalg.vector_norm(stacked, float("inf"), dim=-1).isfinite()
+        numbers, scales = to_fp8(stacked) if batch.dtype == DTYPES["fp8"] else (stacked.to(batch.dtype), None)
+        # ids and positions are the runner's buffers and change with the next pass: these are copies
+        found = {"token_ids": token_ids.to(torch.int32, copy=True), "positions": positions.to(torch.int32, copy=True)}
+        found |= {"finite": finite} | ({} if scales is None else {"scales": scales})
+        self._pump(wait_for_room=True)
+        self._start_copy(batch, self._free.pop(), {**found, "states": numbers})
+
+    def results(self, wait: bool) -> list[dict[str, Any]]:
+        """Ends the batch that runs; results of the oldest batches, of those that are written or of all."""
+        self._end_batch()
+        self._pump()
+        found = []
+        while self._running and (wait or not self._running[0].passes):
+            while self._running[0].passes:
+                self._wait()
+            found.append(self._running.popleft().result())
+        return found
+
+    def close(self) -> None:
+        """Ends the writing processes."""
+        for writer in self._writers:
+            writer.connection.close()
+        for writer in self._writers:
+            writer.process.wait()
+
+    def _end_batch(self) -> None:
+        if self._batch is not None:
+            self._running.append(self._batch)
+        self._batch = None
+
+    def _start_copy(self, batch: Batch, slot: int, found: dict[str, torch.Tensor]) -> None:
+        """Copies on a stream of its own: the engine's next kernels do not wait for it."""
+        tokens, event = len(found["states"]), None
+        targets = {name: array[:tokens] for name, array in self._slots[slot].items() if name in found}
+        # a file's states may be narrower than the ring is made for
+        targets["states"] = self._slots[slot]["states"].view(-1)[: tokens * batch.state_bytes].view(tokens, batch.state_bytes)
+        found["states"] = found["states"].view(tokens, -1).view(torch.uint8)
+        if found["states"].is_cuda:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            event = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):  # None: the CPU's
+            for name, source in found.items():
+                targets[name].copy_(source.view(tokens, -1), non_blocking=True)
+            if event:
+                event.record()
+        batch.passes += 1
+        self._copies.append(_Copy(batch, slot, tokens, list(found.values()), event))
+        self._pump()
+
+    def _pump(self, wait_for_room: bool = False) -> None:
+        """Sends what is copied and takes what is written; waits until a slot is free if asked."""
+        while self._copies and (self._copies[0].event is None or self._copies[0].event.query()):
+            self._send(self._copies.popleft())
+        while any(self._poll(0)):
+            pass
+        while wait_for_room and not self._free:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until the next part of a forward pass is written."""
+        if not any(writer.running for writer in self._writers) and self._copies:
+            copy = self._copies.popleft()
+            if copy.event is not None:
+                copy.event.synchronize()
+            self._send(copy)
+        self._poll(None)
+        self._pump()
+
+    def _poll(self, timeout: float | None) -> list[Any]:
+        """Takes the answers that are there; returns the connections that had one."""
+        busy: dict[Any, _Writer] = {writer.connection: writer for writer in self._writers if writer.running}
+        ready: list[Any] = wait(list(busy), timeout) if busy else []
+        for connection in ready:
+            done = busy[connection].take()
+            batch, left = self._written[done.slot]
+            batch.add(done)
+            self._written[done.slot] = batch, left - 1
+            if left == 1:
+                batch.passes -= 1
+                self._free.append(done.slot)
+        return ready
+
+    def _send(self, copy: _Copy) -> None:
+        batch, scaled = copy.batch, copy.batch.dtype == DTYPES["fp8"]
+        job = Job(str(batch.path), copy.slot, len(self._writers), copy.tokens, batch.state_bytes, scaled, batch.wanted)
+        self._written[copy.slot] = batch, len(self._writers)
+        pickled = ForkingPickler.dumps(job)
+        for writer in self._writers:
+            writer.send(pickled)
+
+
+def _pin(memory: mmap.mmap) -> bool:
+    """Lets the GPU copy into the memory by itself; where that is forbidden (False), copies are only slower."""
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    return int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) == 0
