@@ -232,11 +232,8 @@ def hardware_notes(plan: Plan) -> list[str]:
     notes = []
     stage = next(stage for stage in plan.stages if stage.name == "extract_hidden_states")
     if stage.left and stage.rate and stage.tokens_in.value:
-        # every byte is written twice: in a batch file, then in its shard
-        per_s = 2 * stage.rate.tokens_per_s * stage.moved / stage.tokens_in.value
+        per_s = stage.rate.tokens_per_s * stage.moved / stage.tokens_in.value
         notes.append(f"extraction writes {size(per_s)} a second per job at the planned speed; a slower disk makes it slower")
-    if stage.left:
-        notes.append(f"a shard of states has up to {size(stage.largest_file)}, and is put together in memory")
     notes += rolling_notes(plan, stage)
     if plan.place.training_gpus > TRAINING_PROCESSES:
         idle = plan.place.training_gpus - TRAINING_PROCESSES

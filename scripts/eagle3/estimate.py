@@ -58,7 +58,7 @@ class Job:
 class StagePlan:
     """One stage. `bytes_`: of all its files when it has ended; `written`: of them already; `extra`: besides while it runs.
 
-    extra_written: of these already; moved: all that it writes, deleted files included; largest_file: one of its files.
+    extra_written: of these already; moved: all that it writes, deleted files included.
     """
 
     name: str
@@ -72,7 +72,6 @@ class StagePlan:
     extra: float = 0
     extra_written: float = 0
     moved: float = 0
-    largest_file: float = 0
     on_states_disk: bool = False
     gpus: int = 0
     width: int = 1
@@ -221,12 +220,12 @@ class Estimator:
         speed = self._measured_rate(name, parts, done, work, self._capture())
         open_share = [max(0.0, 1 - have / max(size, 1)) for have, size in zip(written, per_part, strict=True)]
         jobs = self._engine_jobs(name, parts, done, [a * b for a, b in zip(work, open_share, strict=True)], speed)
-        # while a shard is assembled its batch files are still there; one such shard for each job that runs
+        # a shard with rejected rows is copied without them; at most one such shard for each job that runs
         shard_sizes = sorted((size / self.shards for size, end in zip(per_part, done, strict=True) if not end), reverse=True)
         stage = self._stage(
             name, jobs, sum(per_part), [], rate=speed, gpus=self.place.gpus, width=self.place.nodes,
             rows_in=rows, rows_out=rows, tokens_in=tokens, tokens_out=tokens, extra=sum(shard_sizes[: self.place.nodes]),
-            moved=sum(per_part), largest_file=max(shard_sizes, default=0), on_states_disk=True,
+            moved=sum(per_part), on_states_disk=True,
         )  # fmt: skip
         stage.written = sum(written)
         stage.bytes_ = Figure(stage.written, True) if all(done) else Figure(sum(per_part), tokens.measured)

@@ -73,7 +73,9 @@ class Finished:
         if self.extracted(part):
             return unique_bytes([self.run / "hidden" / part.name], follow=True)
         stores = [store for store in self.states.glob(f"{STATES_STAGE}/*/{part.name}") if self._of_these_layers(store)]
-        return unique_bytes(store / folder for store in stores for folder in ("batches", "shards"))
+        # a growing shard has its full length from the beginning, and room on the disk for what is written
+        growing = sum(path.stat().st_blocks * 512 for store in stores for path in store.glob("growing/*.pt"))
+        return growing + unique_bytes(store / "shards" for store in stores)
 
     def _of_these_layers(self, store: Path) -> bool:
         path = store / "provenance.json"

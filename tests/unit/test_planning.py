@@ -236,7 +236,7 @@ def test_hidden_states_are_planned_to_the_byte_and_finished_ones_are_not_needed_
     assert needed[0] - needed[1] > 0.5 * stages[1]["bytes_written"]
 
 
-def test_a_shard_that_is_put_together_counts_twice_for_each_node(tmp_path: Path) -> None:
+def test_a_shard_may_be_copied_without_its_rejected_rows_on_each_node(tmp_path: Path) -> None:
     config = kimi_config(limit=40, scatter={"parts": 4, "shards_per_part": 2})
     one, four = (make(config, gpus(tmp_path / "run", "b300", nodes)) for nodes in (1, 4))
     extra = [record["stages"]["extract_hidden_states"]["bytes_besides_while_running"] for record in (one, four)]

@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from scripts.eagle3.config import Target
+from scripts.eagle3.errors import StageError
 from scripts.eagle3.processes import arguments
+from scripts.eagle3.shards import Shard
 from tests.production_case import processes_in, wait_until
 from tests.slurm.test_slurm import write_conversations
 from tests.workflow.conftest import Checkout
@@ -116,6 +118,14 @@ class RollingRun:
         """Whether a job of the stage runs."""
         return any(arguments(pid)[1:3] == ["-m", f"scripts.{stage}"] for pid in processes_in(self.root))
 
+    def rows_in_growing_shards(self, part: str) -> int:
+        """Rows of the part that are stored while their shard is not finished."""
+        try:
+            shards = [Shard(path) for path in self.folder.glob(f"store/extract_hidden_states/*/{part}/growing/*.pt")]
+        except (StageError, FileNotFoundError):  # it was finished meanwhile
+            return 0
+        return sum(shard.written(index) for shard in shards for index in range(len(shard)))
+
     def record(self, segment: int) -> dict[str, Any]:
         return json.loads((self.folder / f"checkpoints/{segment}.json").read_text())
 
@@ -208,8 +218,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights_within_
 ):
     run = RollingRun(module_checkout, tiny_llama, "killed")
     with run.watched() as seen:
-        # rows of part 1 in the store, its shards not delivered
-        run.kill_when(lambda: any(run.folder.glob("store/extract_hidden_states/*/part-1/batches/*.pt")))
+        run.kill_when(lambda: run.rows_in_growing_shards("part-1") > 0)
         run.kill_when(lambda: (run.folder / "metrics/0.jsonl").is_file() and run.works_on("train_draft"))
         run.kill_when(lambda: run.works_on("release_part"))
         run.kill_when(lambda: (run.folder / "metrics/1.jsonl").is_file() and run.works_on("train_draft"))
