@@ -5,14 +5,15 @@ Finished rows come from the store, also from other parts' (a new part count comp
 for what is missing.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scripts.eagle3.alignment import MAX_ROW_TOKENS, MAX_ROWS, EngineView, Proof, engine_view, prove
-from scripts.eagle3.batches import Batch, TokenRow, make_row, plan_batches, resume_plan
+from scripts.eagle3.alignment import HEAD_TOKENS, Proof, engine_view, proof_rows, prove
+from scripts.eagle3.batches import Batch, TokenRow, plan_batches, resume_plan
 from scripts.eagle3.capture import EXTENSION, refuse_uncapturable
 from scripts.eagle3.config import Target
 from scripts.eagle3.engine import Hardware, engine_version, load_engine, unload_engine
@@ -69,32 +70,50 @@ class Extractor:
         """Waits for the last write and returns its result."""
         return _result(self.llm.collective_rpc("capture_wait"))
 
+    def clear_cache(self) -> None:
+        """After an overflow: so that it reaches no row of a later batch."""
+        self.llm.collective_rpc("capture_clear_cache")
+
     def write(self, rows: Sequence[TokenRow], path: Path, **sampling: Any) -> list[Any]:
         """Computes `rows` and writes them to `path` now; returns the engine's outputs. StageError for a rejected row."""
         outputs, _ = self.start(rows, path, **sampling)
         result = self.finish()
-        for key, layer, reason in result["rejected"] if result else []:
-            raise StageError(
-                f"state {layer} of row {key} is {reason}; the engine's numbers overflow: check target.dtype and weights"
-            )
+        for rejection in result["rejected"] if result else []:
+            raise _not_finite(rejection)
         return outputs
 
     def prove(self, rows: Sequence[TokenRow], folder: Path) -> Proof:
-        """The alignment proof over the heads of the longest rows; StageError where it fails. `folder` is for its files."""
+        """The alignment proof over heads of the longest rows; StageError where it fails. `folder` is for its files.
+
+        Rows that overflow are left out: they are rejected in their turn. StageError where there are no others.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        longest = sorted(rows, key=lambda row: -min(len(row), MAX_ROW_TOKENS))  # stable: equal rows, equal choice
-        heads = {row.key: row for row in (make_row(row.input_ids[:MAX_ROW_TOKENS].tolist()) for row in longest[: 4 * MAX_ROWS])}
-        chosen = list(heads.values())[:MAX_ROWS]
-        path = folder / "proof.pt"
-        outputs = self.write(chosen, path, logprobs=2, prompt_logprobs=2)
-        views: list[EngineView] = [engine_view(output) for output in outputs]
-        together = [row.hidden_states.clone() for row in Shard(path)]
+        path, candidates = folder / "proof.pt", proof_rows(rows)
+        path.unlink(missing_ok=True)
+        for start in range(0, len(candidates), len(HEAD_TOKENS)):
+            chosen = candidates[start : start + len(HEAD_TOKENS)]
+            outputs, _ = self.start(chosen, path, logprobs=2, prompt_logprobs=2)
+            rejected = (self.finish() or {})["rejected"]
+            if rejected:
+                self.clear_cache()
+            if path.is_file():  # absent where every row was rejected
+                break
+        else:
+            raise _not_finite(rejected[0])
+        together = {row.key: row.hidden_states.clone() for row in Shard(path)}
+        views = [engine_view(output) for row, output in zip(chosen, outputs, strict=True) if row.key in together]
         alone = []
-        for row in chosen[:2]:
-            self.write([row], path)
-            alone.append(Shard(path).row(0).hidden_states.clone())
+        for row in chosen:
+            if row.key in together:
+                self.write([row], path)
+                alone.append(Shard(path).row(0).hidden_states.clone())
         path.unlink()
-        return prove(self.target, views, together, alone, self.layer_ids)
+        return prove(self.target, views, list(together.values()), alone, self.layer_ids)
+
+
+def _not_finite(rejection: Sequence[Any]) -> StageError:
+    key, layer, reason = rejection
+    return StageError(f"state {layer} of row {key} is {reason}; the engine's numbers overflow: check target.dtype and weights")
 
 
 @contextmanager
@@ -144,34 +163,50 @@ def extract_part(part: Part, target: Target, hardware: Hardware, dtype: str) -> 
         # the same rows whatever is missing, so that a job that goes on writes the same manifest
         proof = extractor.prove(list(part.rows.values()), part.store.folder / "proof")
         part.proofs.put("proof", proof.record())
+        print(f"extract_hidden_states: {proof}", file=sys.stderr, flush=True)
         _run_batches(part, extractor, batches)
 
 
 def _run_batches(part: Part, extractor: Extractor, batches: Sequence[Batch]) -> None:
-    """Computes batch after batch; writing overlaps with the next batch, and assembling a shard with the next shard."""
+    """Computes batch after batch; writing overlaps with the next batch, and assembling a shard with the next shard.
+
+    An overflowing row can spoil others that come into its place in the engine's cache: what was not finite is computed again
+    at the end, each row alone, and only that rejects it.
+    """
     progress = Progress("extract_hidden_states", len(part.rows), done=len(part.rows) - len(part.missing()))
-    assembled: list[Future[Path]] = []
+    assembled: list[Future[Path | None]] = []
+    doubtful: list[Batch] = []
 
     with ThreadPoolExecutor(1, thread_name_prefix="assemble") as assembler:
-        running: Batch | None = None
 
-        def enter(result: dict[str, Any] | None) -> None:
-            if running is None or result is None:
+        def enter(batch: Batch | None, result: dict[str, Any] | None, again: bool = True) -> None:
+            """Takes a written batch; with `again`, what was not finite is put off instead of rejected."""
+            if batch is None or result is None:
                 return
+            overflowed = [key for key, *_ in result["rejected"]] if again else []
+            if overflowed:
+                extractor.clear_cache()
+                doubtful.extend(Batch(batch.shard, (key,)) for key in overflowed)
+                result = {**result, "rejected": []}
             part.take(result)
-            progress.advance(len(running.keys), tokens=sum(len(part.rows[key]) for key in running.keys))
-            if not part.missing(running.shard):
-                assembled.append(assembler.submit(part.assemble, running.shard))
+            done = [key for key in batch.keys if key not in overflowed]
+            progress.advance(len(done), tokens=sum(len(part.rows[key]) for key in done))
+            if not part.missing(batch.shard):
+                assembled.append(assembler.submit(part.assemble, batch.shard))
 
+        running: Batch | None = None
         for batch in batches:
-            rows = [part.rows[key] for key in batch.keys]
-            _, result = extractor.start(rows, part.batches_folder / batch.file_name)
-            enter(result)
+            _, result = extractor.start([part.rows[key] for key in batch.keys], part.batches_folder / batch.file_name)
+            enter(running, result)
             running = batch
             for future in assembled:
                 if future.done():
                     future.result()  # a full disk must not wait for the last batch
-        enter(extractor.finish())
+        enter(running, extractor.finish())
+        for batch in doubtful:
+            extractor.clear_cache()
+            extractor.start([part.rows[batch.keys[0]]], part.batches_folder / batch.file_name)
+            enter(batch, extractor.finish(), again=False)
     for future in assembled:
         future.result()
     progress.finish()

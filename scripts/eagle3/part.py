@@ -66,17 +66,15 @@ class Part:
             shard = Shard(path, self.provenance, self.layer_ids)
             self._found |= {key: (shard, index) for index, key in enumerate(shard.row_keys)}
 
-    def assemble(self, shard: int) -> Path:
+    def assemble(self, shard: int) -> Path | None:
         """Writes the file of a shard whose rows are all there, verifies it, and deletes the batches that it holds.
 
-        Needs memory for one shard.
+        Needs memory for one shard. None where every row was rejected: the part fails, but after finishing the rest.
         """
         path = self._path(shard)
         rows = [self._state_row(self.rows[key]) for key in self.expected_keys(shard)]
         if not rows:
-            raise StageError(
-                f"{self.store.folder / 'rejected.jsonl'}: holds every row of shard {shard}; mend the target or its dtype"
-            )
+            return None
         write_shard(path, rows, self.layer_ids, self.provenance)
         self._verify(path, shard)
         self.finished[shard] = path

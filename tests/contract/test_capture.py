@@ -123,7 +123,7 @@ def seen(llama: Extractor, tmp_path_factory: pytest.TempPathFactory) -> tuple[li
 class TestProof:
     def test_passes_on_captured_states(self, llama: Extractor, tiny_llama: Target, tmp_path: Path) -> None:
         proof = llama.prove(make_rows(seed=5), tmp_path)
-        assert proof.argmax_agreement >= 0.99 and proof.rows == 4
+        assert proof.argmax_agreement >= 0.99 and proof.row_tokens == [250, 128, 99, 64]
         assert max(proof.alone_batch_difference.values()) <= 1e-3
 
     def test_fails_on_states_one_token_late(self, tiny_llama: Target, seen: Any) -> None:
@@ -142,6 +142,9 @@ class TestProof:
         views, states = seen
         with pytest.raises(StageError, match="rows alone and in a batch differ"):
             prove(tiny_llama, views, states, [states[0] * 1.01], LAYERS)
+        shortest = [*states[:-1], states[-1].roll(1, dims=0)]
+        with pytest.raises(StageError, match="rows alone and in a batch differ"):
+            prove(tiny_llama, views, states, shortest, LAYERS)
 
     def test_fails_where_the_engine_scales_its_logits(self, tiny_llama: Target, seen: Any, tmp_path: Path) -> None:
         views, states = seen
