@@ -146,12 +146,23 @@ class TestProof:
         with pytest.raises(StageError, match="rows alone and in a batch differ"):
             prove(tiny_llama, views, states, shortest, LAYERS)
 
-    def test_fails_where_the_engine_scales_its_logits(self, tiny_llama: Target, seen: Any, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("tensor", "change", "message"),
+        [
+            # same choices, other probabilities
+            ("lm_head.weight", lambda weight: 1.5 * weight, "scales or caps its logits"),
+            # a checkpoint that is meant to be multiplied by 1 + weight
+            ("model.norm.weight", lambda weight: weight - 1, "norm or head is not the plain one that training would use"),
+        ],
+    )
+    def test_fails_where_the_engines_norm_or_head_is_another(
+        self, tiny_llama: Target, seen: Any, tmp_path: Path, tensor: str, change: Any, message: str
+    ) -> None:
         views, states = seen
-        folder = tmp_path / "scaled"
+        folder = tmp_path / "changed"
         shutil.copytree(tiny_llama.path, folder)
         tensors = load_file(folder / "model.safetensors")
-        tensors["lm_head.weight"] *= 1.5  # same choices, other probabilities
+        tensors[tensor] = change(tensors[tensor])
         save_file(tensors, folder / "model.safetensors")
-        with pytest.raises(StageError, match="scales or caps its logits"):
+        with pytest.raises(StageError, match=message):
             prove(tiny_llama.model_copy(update={"path": str(folder)}), views, states, states[:2], LAYERS)

@@ -155,7 +155,12 @@ def test_all_other_rows_are_finished_before_the_part_fails(
 
 
 def test_overflow_in_one_row_changes_no_other(
-    failed: tuple[Extraction, str], rows: list[Row], expected: dict[str, Any], tiny_llama: Target, tmp_path: Path
+    failed: tuple[Extraction, str],
+    rows: list[Row],
+    expected: dict[str, Any],
+    tiny_llama: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     healthy = [row for row in rows if row["row_key"] not in expected]
     twin = Extraction(tmp_path, planted(tiny_llama, tmp_path / "target", plants=False), [healthy])
@@ -164,6 +169,8 @@ def test_overflow_in_one_row_changes_no_other(
     assert found.keys() == undisturbed.keys()
     for key, row in found.items():
         assert relative_error(row.hidden_states, undisturbed[key].hidden_states).max() < 0.005
+    assert "extract_hidden_states: alignment proof: the engine's token on " in capsys.readouterr().err
+    assert twin.manifest()["proof"]["row_tokens"] == [150, 150, 150, 128]
 
 
 def test_a_retry_computes_nothing_and_a_higher_limit_delivers_what_is_there(
