@@ -59,7 +59,7 @@ class Family:
     """A family: transformers' configuration class, its settings beside COMMON, and the name of vLLM's class.
 
     dtype: what the engine computes in (vLLM's latent attention on CPUs takes bfloat16 alone). branch: gain of what attention
-    and MLP add to the stream.
+    and MLP add to the stream. since: the vLLM release whose class has the EAGLE-3 interface, where the one before lacks it.
     """
 
     config: str
@@ -67,6 +67,7 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     branch: float = BRANCH_GAIN
+    since: str = "0.31.0"
 
     @property
     def without(self) -> tuple[str, ...]:
@@ -98,6 +99,7 @@ FAMILIES = {
         "GraniteForCausalLM",
         {"embedding_multiplier": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1, "logits_scaling": 1.0},
         branch=8 * BRANCH_GAIN,
+        since="0.32.0",
     ),
     "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 64, "layer_types": WINDOWS}),
     "deepseek-v2": Family(
@@ -113,6 +115,9 @@ FAMILIES = {
         dtype="bfloat16",
     ),
 }
+# vLLM 0.32's classes of these cannot hand out auxiliary states
+WITHOUT_INTERFACE = ("mixtral", "gemma3")
+CAPTURED = [name for name in FAMILIES if name not in WITHOUT_INTERFACE]
 
 
 def make_family(name: str, folder: Path, tokenizer: Path, **changes: Any) -> Target:

@@ -160,7 +160,7 @@ def test_overflow_in_one_row_changes_no_other(
     expected: dict[str, Any],
     tiny_llama: Target,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     healthy = [row for row in rows if row["row_key"] not in expected]
     twin = Extraction(tmp_path, planted(tiny_llama, tmp_path / "target", plants=False), [healthy])
@@ -169,7 +169,7 @@ def test_overflow_in_one_row_changes_no_other(
     assert found.keys() == undisturbed.keys()
     for key, row in found.items():
         assert relative_error(row.hidden_states, undisturbed[key].hidden_states).max() < 0.005
-    assert "extract_hidden_states: alignment proof: the engine's token on " in capsys.readouterr().err
+    assert "extract_hidden_states: alignment proof: the engine's token on " in capfd.readouterr().err
     assert twin.manifest()["proof"]["row_tokens"] == [150, 150, 150, 128]
 
 
