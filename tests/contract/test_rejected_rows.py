@@ -198,3 +198,12 @@ def test_a_shard_whose_rows_all_overflow_fails_after_the_other_shards(tiny_llama
     assert set(part.ledger()) == {row["row_key"] for row in bad}
     assert set(part.finished_rows()) == {row["row_key"] for rows in good for row in rows}
     assert "rejected.jsonl: holds every row of shard 1; mend the target or its dtype" in part.without_engine(0.5)
+
+
+def test_a_target_that_overflows_on_every_row_is_refused_by_the_proof(tiny_llama: Target, tmp_path: Path) -> None:
+    numbers = random.Random(2)
+    bad = [make_row(numbers, 10 + index, NAN_TOKEN) for index in range(9)]  # more than the proof takes at once
+    part = Extraction(tmp_path, planted(tiny_llama, tmp_path / "target"), [bad])
+    with pytest.raises(StageError, match=r"state 2 of row \w+ is not finite; the engine's numbers overflow"):
+        part.run(max_rejected_fraction=1.0)
+    assert part.ledger() == {} and part.finished_rows() == {}
