@@ -92,6 +92,12 @@ def _check_rejected(part: Part, max_fraction: float) -> None:
             f"state {record['layer']} is {record['reason']}; look at {part.store.folder / 'rejected.jsonl'}, and delete it "
             "to try them again"
         )
+    for shard in part.open_shards():
+        if not part.expected_keys(shard):
+            raise StageError(
+                f"{part.store.folder / 'rejected.jsonl'}: holds every row of shard {shard}; mend the target or its dtype, "
+                "or lower scatter.shards_per_part"
+            )
 
 
 def _deliver(part: Part, store: Store, output: Path) -> dict[str, Any]:

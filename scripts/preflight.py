@@ -30,10 +30,10 @@ from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
 from scripts.eagle3.gpus import LEASES
 from scripts.eagle3.initial_head import check_initial_head
+from scripts.eagle3.plain_head import check_plain_head
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.target import resolve_folder, text_config
 from scripts.evaluate_method import read_third_party
-from scripts.extract_target_head import check_plain_head
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = ("machine", "versions", "features", "target", "tokenizer", "draft", "conversations", "disk", "production")

@@ -2,7 +2,7 @@
 
 In: a few rows, their stored final states, and what the engine itself said about the same rows (prompt logprobs). Out: the
 figures, or a StageError with what was seen. The target's norm and head over the stored final state must choose the
-engine's tokens and give them the engine's logprobs; rows alone and in a batch must have the same states.
+engine's tokens and give them the engine's logprobs; rows alone and in a batch of mixed lengths must have the same states.
 It proves the final state only: the auxiliary ones are proven against Hugging Face's models in tests/contract.
 """
 
@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from scripts.eagle3.batches import TokenRow, make_row
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.shards import DTYPES
 from scripts.eagle3.target import EMBEDDING_NAMES, HEAD_NAMES, NORM_NAMES, read_tensor, text_config
 
-MAX_ROW_TOKENS = 512
-MAX_ROWS = 4
+# the proof's batch: heads of the longest rows, of different lengths, because data of one length would hide a mix-up
+HEAD_TOKENS = (512, 384, 256, 128)
+MAX_CANDIDATES = 4 * len(HEAD_TOKENS)
 MIN_AGREEMENT = 0.98
 # the final state is rounded when it is stored, and the engine rounds its logits to its dtype
 MAX_LOGPROB_DIFFERENCE = 0.1
@@ -28,13 +30,26 @@ POSITIONS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Proof:
-    """Figures of a passed proof; fractions and medians over `positions` token positions."""
+    """Figures of a passed proof; argmax and logprobs over `positions` token positions.
 
-    rows: int
+    row_tokens: lengths of the rows. alone_batch_difference: layer -> the median over a row's tokens, of the worst row.
+    """
+
+    row_tokens: list[int]
     positions: int
     argmax_agreement: float
     median_logprob_difference: float
     alone_batch_difference: dict[str, float]
+
+    def __str__(self) -> str:
+        """In one line, for the job's log."""
+        lengths = ", ".join(map(str, self.row_tokens))
+        worst = max(self.alone_batch_difference.values())
+        return (
+            f"alignment proof: the engine's token on {self.argmax_agreement:.2%} of {self.positions} positions, logprobs "
+            f"within {self.median_logprob_difference:.2g} (median); rows of {lengths} tokens alone and in a batch differ by "
+            f"{worst:.2g} (median of the worst row)"
+        )
 
     def record(self) -> dict[str, Any]:
         """As JSON, rounded so that equal runs give equal text."""
@@ -43,6 +58,19 @@ class Proof:
         for key in ("argmax_agreement", "median_logprob_difference"):
             values[key] = round(values[key], 6)
         return values
+
+
+def proof_rows(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """Heads of the longest rows, in groups of one batch each, of lengths HEAD_TOKENS where the rows are long enough.
+
+    The first group is for the proof, the others replace it where all of its rows are rejected.
+    """
+    longest = sorted(rows, key=lambda row: -min(len(row), HEAD_TOKENS[0]))  # stable: equal rows, equal choice
+    heads: dict[str, TokenRow] = {}
+    for row in longest[:MAX_CANDIDATES]:
+        head = make_row(row.input_ids[: HEAD_TOKENS[len(heads) % len(HEAD_TOKENS)]].tolist())
+        heads.setdefault(head.key, head)
+    return list(heads.values())
 
 
 @dataclass(frozen=True)
@@ -79,8 +107,9 @@ def prove(
     worst = max(differences, key=lambda key: differences[key])
     if not differences[worst] <= limit:
         raise StageError(
-            f"alignment proof: rows alone and in a batch differ by {differences[worst]:.2g} (median, relative) in state "
-            f"{worst}, expected at most {limit}; states land on the wrong rows, or the engine is not deterministic enough"
+            f"alignment proof: rows alone and in a batch differ by {differences[worst]:.2g} (relative, median of the worst "
+            f"row) in state {worst}, expected at most {limit}; states land on the wrong rows, or the engine is not "
+            "deterministic enough"
         )
     logits = _Logits(target)
     agree, gaps = [], []
@@ -106,7 +135,7 @@ def prove(
             f"(median), expected at most {MAX_LOGPROB_DIFFERENCE}; this target scales or caps its logits, which training "
             "would not know"
         )
-    return Proof(len(views), len(agree), agreement, gap, differences)
+    return Proof([len(states) for states in in_batch], len(agree), agreement, gap, differences)
 
 
 def _same_choice(ours: torch.Tensor, best: int, candidates: dict[int, float], dtype: torch.dtype) -> bool:
@@ -121,11 +150,13 @@ def _same_choice(ours: torch.Tensor, best: int, candidates: dict[int, float], dt
 def _alone_against_batch(
     in_batch: Sequence[torch.Tensor], alone: Sequence[torch.Tensor], layer_ids: Sequence[int]
 ) -> dict[str, float]:
-    """Layer -> median over tokens of |alone - in batch| / |in batch|."""
-    together = torch.cat([states.float() for states in in_batch[: len(alone)]])
-    single = torch.cat([states.float() for states in alone])
-    relative = (single - together).norm(dim=-1) / together.norm(dim=-1).clamp_min(1e-12)
-    return {str(layer): float(value) for layer, value in zip(layer_ids, relative.median(dim=0).values, strict=True)}
+    """Layer -> median over a row's tokens of |alone - in batch| / |in batch|, of the row where it is largest."""
+    medians = []
+    for single, together in zip(alone, in_batch, strict=False):
+        difference = (single.float() - together.float()).norm(dim=-1) / together.float().norm(dim=-1).clamp_min(1e-12)
+        medians.append(difference.median(dim=0).values)
+    worst = torch.stack(medians).amax(dim=0)
+    return {str(layer): float(value) for layer, value in zip(layer_ids, worst, strict=True)}
 
 
 class _Logits:

@@ -5,7 +5,8 @@ The target's own EAGLE-3 interface returns the auxiliary states; a hook on the t
 that the model runner sees what it always sees. vLLM 0.22 to 0.32, model runner V1 and V2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from scripts.eagle3.capture_writer import CaptureWriter
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
+from scripts.eagle3.plain_head import check_plain_head
 from scripts.eagle3.target import resolve_folder, text_config
 
 EXTENSION = "scripts.eagle3.capture.CaptureExtension"
@@ -54,6 +56,7 @@ def refuse_uncapturable(target: Target, longest: int = 0) -> None:
     for architecture in architectures:
         if architecture.startswith(DEFERRED_ARCHITECTURES):
             raise StageError(_deferred(path, architecture))
+    check_plain_head(text, path)
 
 
 def _deferred(path: Path, name: str) -> str:
@@ -64,6 +67,7 @@ class CaptureExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`); its methods are called by `llm.collective_rpc`.
 
     Order of calls: capture_install once; per batch capture_expect, `llm.generate`, capture_results; capture_close.
+    capture_clear_cache between two batches, after one with an overflow.
     """
 
     def capture_install(self, aux_layer_ids: Sequence[int], num_hidden_layers: int, state_bytes: int) -> dict[str, str]:
@@ -75,7 +79,8 @@ class CaptureExtension:
         problem = unsupported(self.vllm_config, model)  # type: ignore[attr-defined]
         if problem:
             return {"error": problem}
-        body = _language_model(model)
+        body = decoder(model)
+        assert body is not None  # else it is unsupported
         if len(body.layers) != num_hidden_layers:
             return {"error": f"{type(model).__name__} has {len(body.layers)} layers, expected {num_hidden_layers}"}
         max_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
@@ -96,10 +101,25 @@ class CaptureExtension:
         {"error": one line}. Other ranks than the first have none."""
         return self._capture.writer.results(wait) if self._capture.writer else []
 
+    def capture_clear_cache(self) -> None:
+        """Zeroes the KV cache. Attention reads whole blocks of it, and what an overflowing row left behind is not finite:
+        beyond the end of the next row to get the block it has weight 0, and 0 * NaN is NaN."""
+        for cache in _tensors(self.model_runner.kv_caches):  # type: ignore[attr-defined]
+            cache.zero_()
+
     def capture_close(self) -> None:
         """Ends what was started beside the engine."""
         if self._capture.writer:
             self._capture.writer.close()
+
+
+def _tensors(caches: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a runner's list of caches, which nests where a layer has several."""
+    for cache in caches:
+        if isinstance(cache, torch.Tensor):
+            yield cache
+        else:
+            yield from _tensors(cache)
 
 
 def unsupported(vllm_config: Any, model: Any) -> str | None:
@@ -121,17 +141,30 @@ def unsupported(vllm_config: Any, model: Any) -> str | None:
         return (
             f"{type(model).__name__} lacks vLLM's EAGLE-3 interface (SupportsEagle3); this target cannot be accelerated with it"
         )
-    if not all(hasattr(_language_model(model), name) for name in ("embed_tokens", "layers", "norm")):
+    if decoder(model) is None:
         return f"{type(model).__name__} has no embed_tokens, layers and norm where they are expected"
     return None
 
 
-def _language_model(model: Any) -> Any:
-    """The decoder stack: inside a wrapper for images (Kimi-K2.5) and inside the model with the head."""
+@dataclass(frozen=True)
+class Decoder:
+    """The modules of a model that are hooked or counted."""
+
+    embed_tokens: Any
+    layers: Any
+    norm: Any
+
+
+def decoder(model: Any) -> Decoder | None:
+    """The decoder stack: inside a wrapper for images (Kimi-K2.5) and inside the model with the head; None where it is not."""
     inner = model
     while hasattr(inner, "language_model"):
         inner = inner.language_model
-    return getattr(inner, "model", inner)
+    inner = getattr(inner, "model", inner)
+    embedding = getattr(inner, "embed_tokens", getattr(inner, "embedding", None))  # gpt-oss has the other name
+    if embedding is None or not all(hasattr(inner, name) for name in ("layers", "norm")):
+        return None
+    return Decoder(embedding, inner.layers, inner.norm)
 
 
 class _Capture:

@@ -381,13 +381,13 @@ class Estimator:
         return rate(self.table, "decode", self.place.hardware, self.place.gpus, self.facts.name, self.active, concurrency)
 
     def _capture(self) -> Rate:
-        """Of a job that stores states: the engine's speed, or that of the writer of states where it is slower."""
+        """Of a job that stores states: the engine's speed, or that of the writers of states where it is slower."""
         engine = rate(self.table, "prefill", self.place.hardware, self.place.gpus, self.facts.name, self.active)
         writer = self.table.capture
         bound = writer.bytes_per_s / self.state_bytes
         if engine.tokens_per_s <= bound:
             return engine._replace(source=f"the engine: {engine.source}")
-        said = f"the writer of states: {writer.bytes_per_s / 1e9:.2f} GB/s, {self.state_bytes:,} bytes a token"
+        said = f"the writers of states: {writer.bytes_per_s / 1e9:.2f} GB/s, {self.state_bytes:,} bytes a token"
         return Rate(bound, "scaled", f"{said}; {writer.source}")
 
     def _benchmark(self, *names: str) -> Path:

@@ -5,6 +5,7 @@ Finished rows come from the store, also from other parts' (a new part count comp
 for what is missing.
 """
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,8 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from scripts.eagle3.alignment import MAX_ROW_TOKENS, MAX_ROWS, EngineView, Proof, engine_view, prove
-from scripts.eagle3.batches import Batch, TokenRow, make_row, plan_batches, resume_plan
+from scripts.eagle3.alignment import HEAD_TOKENS, Proof, engine_view, proof_rows, prove
+from scripts.eagle3.batches import Batch, TokenRow, plan_batches, resume_plan
 from scripts.eagle3.capture import EXTENSION, refuse_uncapturable
 from scripts.eagle3.config import Target
 from scripts.eagle3.engine import Hardware, engine_version, load_engine, unload_engine
@@ -79,39 +80,56 @@ class Extractor:
                 raise StageError(result["error"])
         return results
 
-    def write(self, rows: Sequence[TokenRow], path: Path, dtype: str | None = None, **sampling: Any) -> list[Any]:
-        """Computes `rows` into a new shard file; returns the engine's outputs. StageError for a rejected row.
+    def clear_cache(self) -> None:
+        """After an overflow: so that it reaches no row of a later batch."""
+        self.llm.collective_rpc("capture_clear_cache")
 
-        dtype: of the states in the file, instead of the extractor's own.
-        """
-        provenance = {**self.provenance, "dtype": dtype or self.provenance["dtype"]}
-        tokens = [shard_tokens(row) for row in rows]
-        create_shard(path, tokens, self.layer_ids, self.hidden_size, DTYPES[provenance["dtype"]], provenance)
-        outputs = self.start(rows, path, range(len(rows)), **sampling)
-        for result in self.results(wait=True):
-            for key, layer, reason in result["rejected"]:
-                raise StageError(
-                    f"state {layer} of row {key} is {reason}; the engine's numbers overflow: check target.dtype and weights"
-                )
+    def write(self, rows: Sequence[TokenRow], path: Path, **sampling: Any) -> list[Any]:
+        """Computes `rows` into a new shard file; returns the engine's outputs. StageError for a rejected row."""
+        outputs, rejected = self._write_new(rows, path, self.provenance["dtype"], **sampling)
+        for rejection in rejected:
+            raise _not_finite(rejection)
         return outputs
 
     def prove(self, rows: Sequence[TokenRow], folder: Path) -> Proof:
-        """The alignment proof over the heads of the longest rows; StageError where it fails. `folder` is for its files."""
-        folder.mkdir(parents=True, exist_ok=True)
-        longest = sorted(rows, key=lambda row: -min(len(row), MAX_ROW_TOKENS))  # stable: equal rows, equal choice
-        heads = {row.key: row for row in (make_row(row.input_ids[:MAX_ROW_TOKENS].tolist()) for row in longest[: 4 * MAX_ROWS])}
-        chosen = list(heads.values())[:MAX_ROWS]
-        path = folder / "proof.pt"
+        """The alignment proof over heads of the longest rows; StageError where it fails. `folder` is for its files.
+
+        Rows that overflow are left out: they are rejected in their turn. StageError where there are no others.
+        """
+        path, candidates = folder / "proof.pt", proof_rows(rows)
         dtype = self.target.dtype  # float8 would hide what is proven behind its rounding
-        outputs = self.write(chosen, path, dtype, logprobs=2, prompt_logprobs=2)
-        views: list[EngineView] = [engine_view(output) for output in outputs]
-        together = [row.hidden_states.clone() for row in Shard(path)]
+        for start in range(0, len(candidates), len(HEAD_TOKENS)):
+            chosen = candidates[start : start + len(HEAD_TOKENS)]
+            outputs, rejected = self._write_new(chosen, path, dtype, logprobs=2, prompt_logprobs=2)
+            if rejected:
+                self.clear_cache()
+            if len(rejected) < len(chosen):
+                break
+        else:
+            path.unlink()
+            raise _not_finite(rejected[0])
+        shard = Shard(path)
+        good = [index for index in range(len(shard)) if shard.written(index)]
+        together = [shard.row(index).hidden_states.clone() for index in good]
+        views = [engine_view(outputs[index]) for index in good]
         alone = []
-        for row in chosen[:2]:
-            self.write([row], path, dtype)
+        for index in good:
+            self._write_new([chosen[index]], path, dtype)
             alone.append(Shard(path).row(0).hidden_states.clone())
         path.unlink()
         return prove(self.target, views, together, alone, self.layer_ids)
+
+    def _write_new(self, rows: Sequence[TokenRow], path: Path, dtype: str, **sampling: Any) -> tuple[list[Any], list[Any]]:
+        """Outputs and rejections [row_key, layer, reason] of rows that are computed into a new shard file of this dtype."""
+        tokens, provenance = [shard_tokens(row) for row in rows], {**self.provenance, "dtype": dtype}
+        create_shard(path, tokens, self.layer_ids, self.hidden_size, DTYPES[dtype], provenance)
+        outputs = self.start(rows, path, range(len(rows)), **sampling)
+        return outputs, [rejection for result in self.results(wait=True) for rejection in result["rejected"]]
+
+
+def _not_finite(rejection: Sequence[Any]) -> StageError:
+    key, layer, reason = rejection
+    return StageError(f"state {layer} of row {key} is {reason}; the engine's numbers overflow: check target.dtype and weights")
 
 
 @contextmanager
@@ -166,39 +184,59 @@ def extract_part(part: Part, target: Target, hardware: Hardware, dtype: str) -> 
             # the same rows whatever is missing, so that a job that goes on writes the same manifest
             proof = extractor.prove(list(part.rows.values()), part.store.folder / "proof")
             part.proofs.put("proof", proof.record())
+            print(f"extract_hidden_states: {proof}", file=sys.stderr, flush=True)
             run_batches(part, extractor, batches)
     part.clean()
 
 
 def run_batches(part: Part, extractor: Extractor, batches: Sequence[Batch]) -> None:
-    """Computes batch after batch; writing them, and finishing a shard, overlaps with the next ones."""
+    """Computes batch after batch; writing them, and finishing a shard, overlaps with the next ones.
+
+    An overflowing row can spoil others that come into its place in the engine's cache: what was not finite is computed again
+    at the end, each row alone, and only that rejects it.
+    """
     progress = Progress("extract_hidden_states", len(part.rows), done=len(part.rows) - len(part.missing()))
-    finished: list[Future[Path]] = []
     missing = {shard: part.missing(shard) for shard in {batch.shard for batch in batches}}
+    finished: list[Future[Path | None]] = []
+    doubtful: list[Batch] = []
+    running: deque[Batch] = deque()
 
     with ThreadPoolExecutor(1, thread_name_prefix="finish") as finisher:
-        running: deque[Batch] = deque()
 
-        def enter(results: Sequence[dict[str, Any]]) -> None:
+        def enter(results: Sequence[dict[str, Any]], again: bool = True) -> None:
+            """Takes written batches; with `again`, what was not finite is put off instead of rejected."""
             for result in results:
                 batch = running.popleft()
+                overflowed = {key for key, *_ in result["rejected"]} if again else set()
+                if overflowed:
+                    extractor.clear_cache()
+                    doubtful.extend(Batch(batch.shard, (key,)) for key in batch.keys if key in overflowed)
+                    result = {**result, "rejected": []}
                 part.take(result)
-                missing[batch.shard] -= set(batch.keys)
-                progress.advance(len(batch.keys), tokens=sum(len(part.rows[key]) for key in batch.keys))
+                done = missing[batch.shard].intersection(batch.keys) - overflowed
+                missing[batch.shard] -= done
+                progress.advance(len(done), tokens=sum(len(part.rows[key]) for key in done))
                 if not missing[batch.shard]:
                     finished.append(finisher.submit(part.finish, batch.shard))
             for future in finished:
                 if future.done():
                     future.result()  # a full disk must not wait for the last batch
 
+        def start(batch: Batch, path: Path, lacking: dict[str, list[int]]) -> None:
+            places = [place for key in batch.keys for place in lacking.get(key, [])]
+            extractor.start([part.rows[key] for key in batch.keys], path, places)
+            running.append(batch)
+
         for shard, of_shard in groupby(batches, key=lambda batch: batch.shard):
-            path, lacking = part.grow(shard)
+            grown = part.grow(shard)
             for batch in of_shard:
-                places = [place for key in batch.keys for place in lacking.get(key, [])]
-                extractor.start([part.rows[key] for key in batch.keys], path, places)
-                running.append(batch)
+                start(batch, *grown)
                 enter(extractor.results())
         enter(extractor.results(wait=True))
+        for batch in doubtful:
+            extractor.clear_cache()
+            start(batch, *part.grow(batch.shard))
+            enter(extractor.results(wait=True), again=False)
     for future in finished:
         future.result()
     progress.finish()

@@ -102,13 +102,15 @@ class Part:
             self.rejected.put(key, {"layer": layer, "reason": reason})
         self._enter(Path(result["path"]), result["keys"])
 
-    def finish(self, shard: int) -> Path:
-        """Makes the finished file of a shard whose rows are all there."""
+    def finish(self, shard: int) -> Path | None:
+        """Makes the finished file of a shard whose rows are all there.
+
+        None where every row was rejected: the part fails, but after finishing the rest.
+        """
         growing, path = self._growing_path(shard), self._path(shard)
         if not self.expected_keys(shard):
-            raise StageError(
-                f"{self.store.folder / 'rejected.jsonl'}: holds every row of shard {shard}; mend the target or its dtype"
-            )
+            growing.unlink()
+            return None
         if growing.name == path.name:
             try:
                 sync(growing)

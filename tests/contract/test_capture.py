@@ -128,7 +128,7 @@ def seen(llama: Extractor, tmp_path_factory: pytest.TempPathFactory) -> tuple[li
 class TestProof:
     def test_passes_on_captured_states(self, llama: Extractor, tiny_llama: Target, tmp_path: Path) -> None:
         proof = llama.prove(make_rows(seed=5), tmp_path)
-        assert proof.argmax_agreement >= 0.99 and proof.rows == 4
+        assert proof.argmax_agreement >= 0.99 and proof.row_tokens == [250, 128, 99, 64]
         assert max(proof.alone_batch_difference.values()) <= 1e-3
 
     def test_fails_on_states_one_token_late(self, tiny_llama: Target, seen: Any) -> None:
@@ -147,13 +147,27 @@ class TestProof:
         views, states = seen
         with pytest.raises(StageError, match="rows alone and in a batch differ"):
             prove(tiny_llama, views, states, [states[0] * 1.01], LAYERS)
+        shortest = [*states[:-1], states[-1].roll(1, dims=0)]
+        with pytest.raises(StageError, match="rows alone and in a batch differ"):
+            prove(tiny_llama, views, states, shortest, LAYERS)
 
-    def test_fails_where_the_engine_scales_its_logits(self, tiny_llama: Target, seen: Any, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("tensor", "change", "message"),
+        [
+            # same choices, other probabilities
+            ("lm_head.weight", lambda weight: 1.5 * weight, "scales or caps its logits"),
+            # a checkpoint that is meant to be multiplied by 1 + weight
+            ("model.norm.weight", lambda weight: weight - 1, "norm or head is not the plain one that training would use"),
+        ],
+    )
+    def test_fails_where_the_engines_norm_or_head_is_another(
+        self, tiny_llama: Target, seen: Any, tmp_path: Path, tensor: str, change: Any, message: str
+    ) -> None:
         views, states = seen
-        folder = tmp_path / "scaled"
+        folder = tmp_path / "changed"
         shutil.copytree(tiny_llama.path, folder)
         tensors = load_file(folder / "model.safetensors")
-        tensors["lm_head.weight"] *= 1.5  # same choices, other probabilities
+        tensors[tensor] = change(tensors[tensor])
         save_file(tensors, folder / "model.safetensors")
-        with pytest.raises(StageError, match="scales or caps its logits"):
+        with pytest.raises(StageError, match=message):
             prove(tiny_llama.model_copy(update={"path": str(folder)}), views, states, states[:2], LAYERS)

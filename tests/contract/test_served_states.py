@@ -14,6 +14,7 @@ from scripts.eagle3.extraction import extract_rows
 from scripts.eagle3.target import text_config
 from tests.contract.test_export_serves import generate
 from tests.draft_case import TTT_STEPS, make_draft_case
+from tests.families import CAPTURED, make_family
 
 HARDWARE = Hardware(batch_tokens=256, max_num_seqs=4, kv_cache_gb=1)
 LENGTHS = (23, 48, 7, 61)
@@ -21,9 +22,13 @@ LENGTHS = (23, 48, 7, 61)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.02}
 
 
-@pytest.fixture(params=["tiny_llama", "tiny_kimi", pytest.param("smollm2", marks=pytest.mark.slow)])
-def target(request: pytest.FixtureRequest) -> Target:
-    return request.getfixturevalue(request.param)
+@pytest.fixture(
+    params=["tiny_llama", "tiny_kimi", *(pytest.param(name, marks=pytest.mark.slow) for name in ["smollm2", *CAPTURED])]
+)
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
+    if request.param not in CAPTURED:
+        return request.getfixturevalue(request.param)
+    return make_family(request.param, tmp_path / request.param, Path(request.getfixturevalue("tiny_llama").path))
 
 
 def test_states_that_reach_the_draft_equal_the_captured_ones(target: Target, tmp_path: Path) -> None:

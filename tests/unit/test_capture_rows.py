@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scripts.eagle3.batches import make_row
-from scripts.eagle3.capture import refuse_uncapturable, unsupported
+from scripts.eagle3.capture import CaptureExtension, decoder, refuse_uncapturable, unsupported
 from scripts.eagle3.capture_writer import CaptureWriter
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
@@ -185,3 +185,17 @@ def test_engines_are_refused_by_name(changes: dict[str, Any], reason: str) -> No
 
 def test_a_model_without_the_interface_is_refused() -> None:
     assert "lacks vLLM's EAGLE-3 interface" in str(unsupported(engine(), model()))
+
+
+def test_the_decoder_is_found_behind_wrappers_and_other_names() -> None:
+    stack = SimpleNamespace(embedding="embedding", layers=["layer"], norm="norm")  # gpt-oss
+    for wrapped in (stack, SimpleNamespace(model=stack), SimpleNamespace(language_model=SimpleNamespace(model=stack))):
+        found = decoder(wrapped)
+        assert found is not None and (found.embed_tokens, found.layers, found.norm) == ("embedding", ["layer"], "norm")
+    assert decoder(SimpleNamespace(model=SimpleNamespace(layers=[], norm="norm"))) is None
+
+
+def test_clearing_reaches_every_tensor_of_the_cache() -> None:
+    caches = [torch.ones(2), [torch.ones(3), (torch.full((1,), float("nan")),)]]
+    CaptureExtension.capture_clear_cache(SimpleNamespace(model_runner=SimpleNamespace(kv_caches=caches)))
+    assert not caches[0].any() and not caches[1][0].any() and not caches[1][1][0].any()

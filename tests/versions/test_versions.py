@@ -21,6 +21,8 @@ SERVED_STATES = "test_served_states.py::test_states_that_reach_the_draft_equal_t
 CONTRACTS = {
     "capture": ["test_capture.py"],
     "capture of Kimi-K2.5": ["test_capture_kimi.py"],
+    "capture of other families": ["test_capture_families.py"],
+    "rows that overflow": ["test_rejected_rows.py"],
     "canary": ["test_canary.py::test_sound_chain_accepts_nearly_every_draft"],
     "serving": ["test_export_serves.py", f"{SERVED_STATES}[tiny_llama]", f"{SERVED_STATES}[tiny_kimi]"],
     "evaluation": ["test_evaluation.py"],
