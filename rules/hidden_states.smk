@@ -2,7 +2,7 @@
 #
 # REQUIRED INPUTS   <run>/tokens/{part}/, the target
 # OUTPUTS           <run>/hidden/{part}/shard-{shard}.pt and manifest.json; with training.rolling Snakemake knows the
-#                   manifests alone, since the shards of a part are deleted when it is trained (draft.smk: release_part)
+#                   manifests alone, since the shards of a part are deleted when it is trained (rolling.smk)
 
 
 rule extract_hidden_states:

@@ -4,7 +4,8 @@
 # OUTPUTS           <run>/draft/schedule.json, <run>/hidden/part-{segment}/released.json in place of the part's shards
 #
 # Snakemake knows the manifests of the states and not their shards (common.smk: STATES), so that nothing asks for what is
-# deleted. A part waits for the record of the one that makes room for it (common.smk: made_room): no checkpoint is needed.
+# deleted. A part waits for the record of the one that makes room for it (common.smk: made_room), so the DAG is whole from the
+# first dry-run, and the parts on disk are never more than configured.
 
 
 rule schedule_training:
