@@ -9,11 +9,13 @@ import torch
 
 from scripts import clean_rows
 from scripts.eagle3.batches import make_row
+from scripts.eagle3.config import Target
 from scripts.eagle3.part import shard_tokens
 from scripts.eagle3.rows import TOKENS, write_rows
 from scripts.eagle3.shards import ShardWriter, StateRow, create_shard, write_shard
 from scripts.eagle3.store import Store, open_store
 from scripts.extract_hidden_states import STAGE
+from tests.planning_case import cpu, make, make_config
 
 NOW = {"layer_ids": [2, 8], "dtype": "float32"}
 BEFORE = {"layer_ids": [3, 8], "dtype": "float32"}
@@ -100,3 +102,12 @@ def test_a_store_that_a_living_job_holds_is_left(run: Path, capsys: pytest.Captu
         old = finish(store, "old.pt", ROWS[:3], BEFORE)
         assert clean(run) == []
         assert old.exists() and f"left: {store.folder}: held by another job (pid {os.getpid()} " in capsys.readouterr().err
+
+
+def test_the_plan_counts_superseded_rows(tiny_llama: Target, tmp_path: Path) -> None:
+    config, run = make_config(tiny_llama), tmp_path / "run"
+    assert not [note for note in make(config, cpu(run))["notes"] if "superseded" in note]
+    with open_store(run / "store", STAGE, BEFORE, "part-0") as store:
+        finish(store, "old.pt", ROWS, BEFORE)
+    (note,) = (note for note in make(config, cpu(run))["notes"] if "superseded" in note)
+    assert note.startswith(f"{len(ROWS)} superseded rows take ") and "clean_rows" in note
