@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.provenance import digest
-from scripts.eagle3.rows import TOKENS, read_rows
 from scripts.eagle3.shards import Shard
 from scripts.eagle3.store import LOCK
 
@@ -46,12 +48,15 @@ def superseded(store: Path, run: Path, provenance: Mapping[str, Any], parts: int
 
 
 def _wanted(run: Path, parts: int, shards: int) -> set[str] | None:
-    """Keys of the rows that the run trains and validates on; None while a token shard is missing: it may want any row."""
+    """Keys of the rows that the run trains and validates on; None where a token shard is not there: it may want any row."""
     names = [*(f"part-{part}" for part in range(parts)), "val"]
-    paths = [run / f"tokens/{name}/shard-{shard}.parquet" for name in names for shard in range(shards)]
-    if not all(path.is_file() for path in paths):
-        return None
-    return {row["row_key"] for path in paths for row in read_rows(path, TOKENS)}
+    keys: set[str] = set()
+    for path in (run / f"tokens/{name}/shard-{shard}.parquet" for name in names for shard in range(shards)):
+        try:
+            keys.update(pq.read_table(path, columns=["row_key"])["row_key"].to_pylist())  # the ids are a hundred times as large
+        except (OSError, KeyError, pa.ArrowInvalid):
+            return None
+    return keys
 
 
 def _rows_of(path: Path, provenance: Mapping[str, Any] | None = None) -> set[str]:

@@ -119,7 +119,7 @@ def test_ten_times_the_rows_take_no_more_memory_and_ten_times_the_time(tiny_llam
     runs = {}
     for times in (1, 10):
         (tmp_path / str(times)).mkdir()
-        rows = token_rows(times, 300 * times, lengths=(100, 500))
+        rows = token_rows(times, 200 * times, lengths=(100, 300))
         runs[times] = Extraction(tmp_path / str(times), tiny_llama, [rows])
     (small, seconds), (large, more_seconds) = (measured(runs[times]) for times in (1, 10))
     shards = {times: run.folder / "hidden/part-0/shard-0.pt" for times, run in runs.items()}
