@@ -103,7 +103,8 @@ class Store:
         """
         output.parent.mkdir(parents=True, exist_ok=True)
         link = output.parent / f".unfinished-{os.getpid()}-{output.name}"
-        link.unlink(missing_ok=True)
+        for left in output.parent.glob(f".unfinished-*-{output.name}"):  # of a job that was killed here
+            left.unlink()
         known = 1 + (output.exists() and output.samefile(finished) and not output.is_symlink())
         try:
             if finished.stat().st_nlink > known:

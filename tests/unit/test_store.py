@@ -109,6 +109,7 @@ def test_delivered_file_is_a_hard_link_and_replaces_what_was_there(tmp_path: Pat
         finished.write_bytes(b"states")
         output.parent.mkdir()
         output.write_bytes(b"old")
+        os.link(finished, output.parent / ".unfinished-1-shard-0.pt")  # of a job that was killed in between
         store.deliver(finished, output)
         store.deliver(finished, output)  # again, onto the same file
     assert list(output.parent.iterdir()) == [output]
