@@ -40,6 +40,21 @@ def token_rows(seed: int, count: int, lengths: tuple[int, int] = (20, 120)) -> l
     return rows
 
 
+def rows_written(store: Path) -> int:
+    """Rows of part-0 whose states are in the store by now, whatever their provenance."""
+    count = 0
+    parts = sorted(store.glob("extract_hidden_states/*/part-0"))
+    for path in [path for folder in ("growing", "shards") for part in parts for path in part.glob(f"{folder}/*.pt")]:
+        try:
+            shard = Shard(path)
+        except StageError:
+            if path.exists():
+                raise
+            return rows_written(store)  # it was finished, and moved, between the two looks
+        count += sum(shard.written(index) for index in range(len(shard)))
+    return count
+
+
 class Extraction:
     """One part in a folder of its own, `store` may lie elsewhere."""
 
@@ -85,16 +100,7 @@ class Extraction:
 
     def written(self) -> int:
         """Rows whose states the store has by now."""
-        count = 0
-        for path in [*self.stored("growing/*.pt"), *self.stored("shards/*.pt")]:
-            try:
-                shard = Shard(path)
-            except StageError:
-                if path.exists():
-                    raise
-                return self.written()  # it was finished, and moved, between the two looks
-            count += sum(shard.written(index) for index in range(len(shard)))
-        return count
+        return rows_written(self.store)
 
     def started(self) -> list[str]:
         """Keys of all rows that were given to the engine, in order, as often as they were; without the proof's."""
