@@ -15,7 +15,7 @@ import torch
 from scripts.eagle3.config import Target
 from scripts.eagle3.processes import descendants
 from scripts.eagle3.shards import Shard
-from tests.extract_case import ENDS_WITHIN_S, Extraction, token_rows
+from tests.extract_case import ENDS_WITHIN_S, TOUCH, Extraction, token_rows
 from tests.production_case import wait_until
 
 MB = 1 << 20
@@ -115,11 +115,14 @@ def measured(run: Extraction) -> tuple[int, float]:
 
 
 @pytest.mark.slow
-def test_ten_times_the_rows_take_no_more_memory_and_ten_times_the_time(tiny_llama: Target, tmp_path: Path) -> None:
+def test_ten_times_the_rows_take_no_more_memory_and_ten_times_the_time(
+    tiny_llama: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOUCH, "1")
     runs = {}
     for times in (1, 10):
         (tmp_path / str(times)).mkdir()
-        rows = token_rows(times, 200 * times, lengths=(100, 300))
+        rows = token_rows(times, 100 * times, lengths=(200, 200))
         runs[times] = Extraction(tmp_path / str(times), tiny_llama, [rows])
     (small, seconds), (large, more_seconds) = (measured(runs[times]) for times in (1, 10))
     shards = {times: run.folder / "hidden/part-0/shard-0.pt" for times, run in runs.items()}
