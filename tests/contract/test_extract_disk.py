@@ -122,6 +122,7 @@ def test_ten_times_the_rows_take_no_more_memory_and_ten_times_the_time(
     runs = {}
     for times in (1, 10):
         (tmp_path / str(times)).mkdir()
+        # of one length: on the CPU the engine itself takes more memory with each new number of tokens that it computes
         rows = token_rows(times, 100 * times, lengths=(200, 200))
         runs[times] = Extraction(tmp_path / str(times), tiny_llama, [rows])
     (small, seconds), (large, more_seconds) = (measured(runs[times]) for times in (1, 10))
