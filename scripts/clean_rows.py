@@ -36,6 +36,8 @@ def run(provenance: dict[str, Any], folder: Path, storage: Path, parts: int, sha
                     file.path.unlink()
                 if part.parent.name != digest(provenance) and not list(part.rglob("*.pt")):
                     shutil.rmtree(part)
+                    if not list(part.parent.iterdir()):
+                        part.parent.rmdir()
         except StageError as error:
             print(f"clean_rows: left: {error}", file=sys.stderr)
             continue

@@ -67,7 +67,7 @@ def test_states_of_another_provenance_go_with_their_folder(run: Path, capsys: py
     with open_store(run.parent / "store", STAGE, BEFORE, "part-0") as store:
         old = [grow(store, "old.pt", ROWS[:3], 2, BEFORE), finish(store, "old.pt", ROWS[3:], BEFORE)]
     assert clean(run) == old
-    assert not store.folder.exists()
+    assert not store.folder.parent.exists()
     assert f"{store.folder}: 5 rows in 2 files" in capsys.readouterr().err
 
 
