@@ -1,7 +1,7 @@
-# On demand, never part of a run: what it will cost, whether all is in place, and whether every stage fits the next.
+# On demand, never part of a run: cost, whether all is in place, whether every stage fits the next, room on the disk.
 #
 # REQUIRED INPUTS   nothing for plan; the target for preflight and canary
-# OUTPUTS           <run>/plan.json and plan.md; a table on the screen; <run>/canary/result.json
+# OUTPUTS           <run>/plan.json and plan.md; a table on the screen; <run>/canary/result.json; room on the disk
 
 
 rule plan:
@@ -88,4 +88,33 @@ rule canary:
         " --draft {params.draft:q}"
         " --conversations {input.conversations:q}"
         " --output {output:q}"
+        " 2>&1 | tee {log:q}"
+
+
+rule clean_rows:
+    """Deletes stored states that nothing will read: of another target, layers or dtype, or of an earlier deal."""
+    input:
+        target_manifest(),
+    log:
+        local("<run>/logs/clean_rows.log"),
+    retries: 0
+    localrule: True
+    conda:
+        "../envs/cpu.yaml"
+    resources:
+        store=STATES_STORE,
+    params:
+        target=as_json(CONFIG.target),
+        run=RUN,
+        parts=len(PARTS),
+        shards=len(SHARDS),
+        dtype=CONFIG.extraction.dtype,
+    shell:
+        "bin/in-env python -m scripts.clean_rows"
+        " --target {params.target:q}"
+        " --run {params.run:q}"
+        " --store {resources.store:q}"
+        " --parts {params.parts}"
+        " --shards {params.shards}"
+        " --dtype {params.dtype}"
         " 2>&1 | tee {log:q}"

@@ -20,9 +20,11 @@ from scripts.eagle3.estimate_data import Figure, RunData, run_data
 from scripts.eagle3.estimate_done import STATES_STAGE
 from scripts.eagle3.estimate_facts import Table, TargetFacts, read_table, target_facts
 from scripts.eagle3.estimate_totals import TRAINING_STAGE, DiskPlan, plan_disk, seconds_together
+from scripts.eagle3.extraction import states_provenance
 from scripts.eagle3.files import existing_parent, write_json, write_text
 from scripts.eagle3.released import is_released
 from scripts.eagle3.stage import run_stage, section
+from scripts.eagle3.superseded import superseded
 
 # a job's time limit: its planned time this many times over, in steps of these minutes
 RUNTIME_FACTOR, RUNTIME_STEP_MIN = 2, 10
@@ -59,6 +61,7 @@ def make_plan(config: Config, place: Place, hardware: Path) -> Plan:
     table = read_table(hardware)
     facts = target_facts(config.target, table)
     data = run_data(config, place.run, facts.text)
+    data.notes.extend(superseded_notes(config, place))
     stages = Estimator(config, facts, table, place, data).plan()
     return Plan(config, facts, table, place, data, stages, disks(stages, place, config.training.rolling is not None))
 
@@ -267,6 +270,23 @@ def disk_line(disk: DiskPlan) -> str:
         f"{disk.path} ({disk.holds}): {size(disk.final)} in the end, {size(disk.peak)} at most; needs {size(disk.needed)} "
         f"more, {size(disk.free)} are free"
     )
+
+
+def superseded_notes(config: Config, place: Place) -> list[str]:
+    """Stored states that nothing will read, if there are any; without the target it cannot be told which."""
+    store = place.states / STATES_STAGE
+    if not store.is_dir():
+        return []
+    try:
+        provenance = states_provenance(config.target, config.extraction.dtype)
+    except StageError:
+        return []
+    scatter = config.scatter
+    files = superseded(store, place.run, provenance, scatter.parts, scatter.shards_per_part)
+    if not files:
+        return []
+    rows, taken = sum(file.rows for file in files), size(sum(file.bytes for file in files))
+    return [f"{rows} superseded rows take {taken} of {place.states}: `snakemake clean_rows` deletes them"]
 
 
 def rate_row(stage: StagePlan) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ A row is recognised by content: positions restart at 0 at each row, and a segmen
 a row that was asked for. It imports no torch, so it starts at once; it ends when the process that started it does.
 """
 
+import ctypes
 import mmap
 import os
 import signal
@@ -21,6 +22,8 @@ import numpy as np
 from scripts.eagle3.row_key import row_key
 
 PAGE = 4096
+# of Linux's prctl: the signal that a process gets when the one that started it has died
+PR_SET_PDEATHSIG = 1
 Array = np.ndarray[Any, Any]
 
 
@@ -175,13 +178,27 @@ def serve(number: int, connection: Connection, memory: mmap.mmap, layout: SlotLa
             done = write_pass(job, number, arrays[job.slot])
         except OSError as error:
             done = Done(job.slot, [], [], error.strerror or str(error))
-        connection.send(done)
+        try:
+            connection.send(done)
+        except ConnectionError:
+            return
+
+
+def end_with(parent: int) -> None:
+    """Has this process killed as soon as `parent` is gone, in the middle of a row too: the next job writes the same places.
+
+    Linux looks at the thread that started it, which must be one that lasts: the engine's.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before it was asked for
+        sys.exit()
 
 
 def main() -> None:
-    """The process: its number, descriptors of its connection and of the memory, and the layout's numbers as arguments."""
+    """The process. Arguments: its parent, its number, descriptors of its connection and of the memory, the layout's numbers."""
     # a terminal's Ctrl-C reaches the whole group; what is being written ends with the engine's process
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
-    number, connection, memory, *sizes = map(int, sys.argv[1:])
+    parent, number, connection, memory, *sizes = map(int, sys.argv[1:])
+    end_with(parent)
     serve(number, Connection(connection), mmap.mmap(memory, 0), SlotLayout(*sizes))

@@ -87,7 +87,8 @@ class _Writer:
         self.connection, theirs = Pipe()
         # imported, not run by name: what it sends is then of the same classes here and there
         command = [sys.executable, "-c", "from scripts.eagle3.capture_process import main; main()"]
-        command += map(str, [number, theirs.fileno(), memory, layout.max_tokens, layout.layers, layout.state_bytes])
+        numbers = [os.getpid(), number, theirs.fileno(), memory, layout.max_tokens, layout.layers, layout.state_bytes]
+        command += map(str, numbers)
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno(), memory])
@@ -95,20 +96,28 @@ class _Writer:
         self.running = 0
 
     def send(self, job: memoryview) -> None:
-        self.connection.send_bytes(job)
+        """StageError where the process is gone."""
+        try:
+            self.connection.send_bytes(job)
+        except ConnectionError as error:
+            raise self._ended() from error
         self.running += 1
 
     def take(self) -> Done:
-        """The answer to the oldest job."""
+        """The answer to the oldest job; StageError where the process is gone."""
         try:
             done: Done = self.connection.recv()
         except (EOFError, ConnectionError) as error:
-            code = self.process.wait()
-            raise StageError(
-                f"a process that writes states ended with exit code {code}; if it was killed for memory, lower batch_tokens"
-            ) from error
+            raise self._ended() from error
         self.running -= 1
         return done
+
+    def _ended(self) -> StageError:
+        code = self.process.wait()
+        return StageError(
+            f"a process that writes states ended with exit code {code}; if it was killed for memory, lower batch_tokens; "
+            "run again, what is written stays"
+        )
 
 
 class CaptureWriter:
@@ -133,6 +142,7 @@ class CaptureWriter:
         self._batch: Batch | None = None
         self._file: ShardWriter | None = None
         self._stream: Any = None
+        self._broken: str | None = None  # why nothing can be written any more: a writing process is gone
 
     def expect(self, path: Path, indices: Sequence[int], layer_ids: Sequence[int]) -> None:
         """The forward passes from now on are those of these rows of the shard file at `path`."""
@@ -149,7 +159,7 @@ class CaptureWriter:
     def take(self, token_ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
         """One forward pass: ids and positions [tokens], one state [tokens, hidden] per layer; waits for room in the ring."""
         batch, tokens = self._batch, len(token_ids)
-        if batch is None:  # a warm-up of the engine
+        if batch is None or self._broken:  # a warm-up of the engine; or it is told with the results, outside of the engine
             return
         width = sum(state.shape[1] for state in states) * batch.dtype.itemsize
         if tokens > self._layout.max_tokens or width != batch.state_bytes:
@@ -162,12 +172,22 @@ class CaptureWriter:
         # ids and positions are the runner's buffers and change with the next pass: these are copies
         found = {"token_ids": token_ids.to(torch.int32, copy=True), "positions": positions.to(torch.int32, copy=True)}
         found |= {"finite": finite} | ({} if scales is None else {"scales": scales})
-        self._pump(wait_for_room=True)
-        self._start_copy(batch, self._free.pop(), {**found, "states": numbers})
+        try:
+            self._pump(wait_for_room=True)
+            self._start_copy(batch, self._free.pop(), {**found, "states": numbers})
+        except StageError as error:
+            self._broken = str(error)
 
     def results(self, wait: bool) -> list[dict[str, Any]]:
         """Ends the batch that runs; results of the oldest batches, of those that are written or of all."""
         self._end_batch()
+        try:
+            found = [] if self._broken else self._ended_batches(wait)
+        except StageError as error:
+            self._broken = str(error)
+        return [{"error": self._broken}] if self._broken else found
+
+    def _ended_batches(self, wait: bool) -> list[dict[str, Any]]:
         self._pump()
         found = []
         while self._running and (wait or not self._running[0].passes):

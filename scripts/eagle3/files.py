@@ -18,8 +18,11 @@ from scripts.eagle3.errors import StageError
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls `write(temporary path of the same basename)`, then moves the result to `path`. A full disk is a StageError."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=path.parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=path.parent))
+    except OSError as error:
+        raise cannot_write(path, error) from error
     try:
         unfinished = folder / path.name
         write(unfinished)

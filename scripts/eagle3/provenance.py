@@ -23,6 +23,13 @@ def check_provenance(expected: Mapping[str, Any], found: Mapping[str, Any], wher
             raise StageError(f"{where}: {key} is {_short(other)}, expected {_short(value)}; remake it, or restore what made it")
 
 
+def differences(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Every field in which the two differ, e.g. `layer_ids is [2, 4, 6, 8], was [2, 4, 5, 8]`."""
+    now, before = _flat(new), _flat(old)
+    keys = [key for key in {**now, **before} if now.get(key, "nothing") != before.get(key, "nothing")]
+    return [f"{key} is {_short(now.get(key, 'nothing'))}, was {_short(before.get(key, 'nothing'))}" for key in keys]
+
+
 def digest(provenance: Mapping[str, Any]) -> str:
     """16 hex digits that stand for a provenance: the name of a store."""
     return sha256_json(provenance)[:16]

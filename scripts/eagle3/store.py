@@ -5,6 +5,7 @@ In: a root folder on the outputs' file system, the stage, the provenance of the 
 provenance have finished can be read. Snakemake deletes outputs and log of a failed job; nothing deletes a store but a person.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.files import sync, write_json
-from scripts.eagle3.provenance import digest
+from scripts.eagle3.files import cannot_write, read_json, sync, write_json
+from scripts.eagle3.provenance import differences, digest
 
 ATTEMPTS = "attempts.jsonl"
 LOCK = "lock"
@@ -95,23 +96,31 @@ class Store:
         return self._open[-1]
 
     def deliver(self, finished: Path, output: Path) -> None:
-        """Puts a finished file of the store in place as `output`: a hard link, or a symbolic one across file systems."""
+        """Puts a finished file of the store in place as `output`: a hard link, or a symbolic one.
+
+        Snakemake sets the time of what a job has made, an old file counts as made now. All hard links of a file have one time:
+        across file systems, and where a copy of the run has hard links to it too, it is a symbolic link, with its own time.
+        """
         output.parent.mkdir(parents=True, exist_ok=True)
         link = output.parent / f".unfinished-{os.getpid()}-{output.name}"
-        link.unlink(missing_ok=True)
+        for left in output.parent.glob(f".unfinished-*-{output.name}"):  # of a job that was killed here
+            left.unlink()
+        known = 1 + (output.exists() and output.samefile(finished) and not output.is_symlink())
         try:
-            os.link(finished, link)
+            if finished.stat().st_nlink > known:
+                link.symlink_to(finished.resolve())
+            else:
+                os.link(finished, link)
         except OSError:
             link.symlink_to(finished.resolve())
         os.replace(link, output)
         link.unlink(missing_ok=True)  # renaming onto another link of the same file does nothing
-        # the workflow compares times: an old file that is delivered now counts as made now
-        os.utime(output)
 
     def close(self) -> None:
         """Closes the record files."""
         for records in self._open:
-            records.close()
+            with contextlib.suppress(OSError):  # what a full disk has not taken was told when it was put
+                records.close()
 
 
 @contextmanager
@@ -121,19 +130,18 @@ def open_store(root: Path, stage: str, provenance: dict[str, Any], part: str = "
     `part` is the name of the output's folder, e.g. part-0. Each opening is recorded in `attempts.jsonl`, with its end.
     """
     folder = Path(root).resolve() / stage / digest(provenance) / part
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / LOCK, "a+")  # noqa: SIM115 - the with follows, outside of this try
-    except OSError as error:
-        raise StageError(f"{folder}: cannot make the store: {error.strerror}; mend the folder, then run again") from error
-    with lock:
-        _take(lock, folder)
+    attempt = {"pid": os.getpid(), "host": socket.gethostname(), "started": _now()}
+    with lock_folder(folder):
         for unfinished in folder.rglob(".unfinished-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
+        if not (folder / PROVENANCE).exists():
+            _tell_what_differs(folder, stage, provenance)
         write_json(folder / PROVENANCE, provenance)
         store = Store(folder)
-        attempt = {"pid": os.getpid(), "host": socket.gethostname(), "started": _now()}
-        _append(folder / ATTEMPTS, attempt)
+        try:
+            _append(folder / ATTEMPTS, attempt)
+        except OSError as error:
+            raise cannot_write(folder / ATTEMPTS, error) from error
         outcome = "finished"
         try:
             yield store
@@ -142,7 +150,31 @@ def open_store(root: Path, stage: str, provenance: dict[str, Any], part: str = "
             raise
         finally:
             store.close()
-            _append(folder / ATTEMPTS, {**attempt, "ended": _now(), "outcome": outcome})
+            with contextlib.suppress(OSError):  # a full disk, which the error that ends the job is about
+                _append(folder / ATTEMPTS, {**attempt, "ended": _now(), "outcome": outcome})
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Makes the folder of one part's work and holds its lock; StageError when another living job holds it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / LOCK, "a+")  # noqa: SIM115 - the with follows, outside of this try
+    except OSError as error:
+        raise StageError(f"{folder}: cannot make the store: {error.strerror}; mend the folder, then run again") from error
+    with lock:
+        _take(lock, folder)
+        yield
+
+
+def _tell_what_differs(folder: Path, stage: str, provenance: dict[str, Any]) -> None:
+    """One line where the part was made before with another provenance: nothing of that is used."""
+    others = folder.parent.parent.glob(f"*/{folder.name}/{PROVENANCE}")
+    newest = max(others, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is not None:
+        with contextlib.suppress(StageError):  # damaged: it cannot be compared
+            said = "; ".join(differences(provenance, read_json(newest)))
+            print(f"{stage}: nothing is reused of {newest.parent}: {said}", file=sys.stderr, flush=True)
 
 
 def _take(lock: IO[str], folder: Path) -> None:
@@ -152,9 +184,9 @@ def _take(lock: IO[str], folder: Path) -> None:
         lock.seek(0)
         holder = lock.read().strip() or "unknown"
         raise StageError(f"{folder}: held by another job ({holder}); wait for it or end it, then run again") from None
-    lock.truncate(0)
-    lock.write(f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n")
-    lock.flush()
+    with contextlib.suppress(OSError):  # on a full disk the holder has no name
+        os.truncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {_now()}\n".encode())
 
 
 def _now() -> str:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,12 +109,49 @@ def test_delivered_file_is_a_hard_link_and_replaces_what_was_there(tmp_path: Pat
         finished.write_bytes(b"states")
         output.parent.mkdir()
         output.write_bytes(b"old")
+        os.link(finished, output.parent / ".unfinished-1-shard-0.pt")  # of a job that was killed in between
         store.deliver(finished, output)
         store.deliver(finished, output)  # again, onto the same file
     assert list(output.parent.iterdir()) == [output]
     assert output.samefile(finished) and not output.is_symlink()
     finished.unlink()
     assert output.read_bytes() == b"states"
+
+
+def test_delivery_leaves_the_time_of_a_file_that_a_copied_run_has_too(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", "stage", PROVENANCE) as store:
+        finished, output, copy = store.folder / "x.pt", tmp_path / "out/shard-0.pt", tmp_path / "copy/shard-0.pt"
+        finished.write_bytes(b"states")
+        store.deliver(finished, output)
+        copy.parent.mkdir()
+        os.link(output, copy)  # cp -al
+        os.utime(copy, (1, 1))
+        output.unlink()  # Snakemake, before it runs a job
+        store.deliver(finished, output)
+        os.utime(output, follow_symlinks=False)  # Snakemake, after it has run a job
+    assert copy.stat().st_mtime == 1 < output.lstat().st_mtime
+    assert output.read_bytes() == b"states"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layer_ids": [2, 4, 6, 8]}, "layer_ids is [2, 4, 6, 8], was [2, 4, 5, 8]"),
+        ({"target": {"revision": "b", "chat_template": "c"}}, "target.revision is b, was a"),
+        ({"target": {"revision": "a", "chat_template": "d"}}, "target.chat_template is d, was c"),
+        ({"dtype": "fp8", "new": 1}, "dtype is fp8, was bfloat16; new is 1, was nothing"),
+    ],
+)
+def test_a_part_that_is_made_anew_says_which_fields_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
+    made_from = {"target": {"revision": "a", "chat_template": "c"}, "layer_ids": [2, 4, 5, 8], "dtype": "bfloat16"}
+    with open_store(tmp_path, "stage", made_from, part="part-0") as before:
+        pass
+    for part in ("part-0", "part-0", "part-1"):
+        with open_store(tmp_path, "stage", {**made_from, **change}, part=part):
+            pass
+    assert capsys.readouterr().err == f"stage: nothing is reused of {before.folder}: {said}\n"
 
 
 def test_delivery_to_another_disk_is_a_symbolic_link(tmp_path: Path) -> None:
