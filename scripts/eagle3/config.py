@@ -201,6 +201,16 @@ class Training(Section):
     loggers: list[Literal["tensorboard", "wandb"]] = Field(
         default=["tensorboard"], description="Besides the JSON lines, which are always written."
     )
+    checkpoint_minutes: int = Field(
+        15, ge=0, exclude=True, description="Minutes between states inside a segment, to go on from; 0: after every step."
+    )
+    keep_checkpoints: int = Field(
+        0,
+        ge=0,
+        exclude=True,
+        description="Only the weights of so many best checkpoints (acceptance length on validation rows) stay, beside the last "
+        "two, which stay whole; 0: all stay.",
+    )
 
 
 class Method(Section):
