@@ -4,7 +4,8 @@ In: hidden/part-*/ (with `training.rolling` the one part of the segment, its tok
 hidden/val/, the draft's config, the target's head, the vocabulary map, checkpoints/{segment - 1}/. Out:
 checkpoints/{segment}/ with model.safetensors (trained weights, float32) and deepspeed/ (what the next segment resumes from),
 then checkpoints/{segment}.json: `segment`, `step`, `folder`, `weights_sha256`, `state_sha256`, `metrics`, `rows`, `engine`,
-`provenance`. An interrupted segment leaves neither and goes on from its last state (segment_state.py).
+`continued_from` (steps that an earlier job had made), `provenance`. An interrupted segment leaves neither and goes on from its
+last state (segment_state.py).
 """
 
 import argparse
@@ -109,7 +110,7 @@ def run(target: Target, settings: Training, inputs: Inputs, number: int, checkpo
         if leader:
             position = {"segment": number, "step": step, "total_steps": segment.total_steps, "folder": str(number)}
             rows = {"train": data.train.counts(), "validation": data.validation.counts()}
-            figures = {"metrics": {"train": trained, "validation": validated}, "rows": rows}
+            figures = {"metrics": {"train": trained, "validation": validated}, "rows": rows, "continued_from": done.steps}
             finish(unfinished, checkpoints, {**position, **figures, "engine": resumable, "provenance": data.provenance})
             shutil.rmtree(keeper.folder, ignore_errors=True)
             prune(checkpoints, number, settings.keep_checkpoints, lambda segment: is_awaited(settings, inputs, segment))

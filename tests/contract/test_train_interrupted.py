@@ -58,7 +58,8 @@ def curve(case, number=1):
 def assert_same(case, expected, number=1):
     """Weights and resume state to the bit, the record's means, every line; nothing is left of the interruption."""
     assert largest_difference(weights(case.checkpoints, number), weights(expected.checkpoints, number)) == 0
-    assert read_json(case.checkpoints / f"{number}.json") == read_json(expected.checkpoints / f"{number}.json")
+    found, record = (read_json(run.checkpoints / f"{number}.json") for run in (case, expected))
+    assert found == {**record, "continued_from": found["continued_from"]} and record["continued_from"] == 0
     assert curve(case, number) == curve(expected, number)
     assert not list(case.checkpoints.glob(".*"))
 
@@ -146,7 +147,7 @@ def test_training_killed_at_its_end_gives_the_same_bits(case, undisturbed, momen
     kill_when([case.start(1, SETTINGS)], lambda: moment(case))
     done = states(case)
     case.train(1, SETTINGS)
-    assert done == [f"step-{steps_of(case)}"]
+    assert done == [f"step-{steps_of(case)}"] and read_json(case.checkpoints / "1.json")["continued_from"] == steps_of(case)
     assert_same(case, undisturbed)
 
 
@@ -173,6 +174,7 @@ def test_training_told_to_end_saves_says_where_and_goes_on(stopped, undisturbed,
     assert stopped.said == f"train_draft: segment 1 stopped at step {STOP_AT} of {steps} after SIGTERM; run again to go on"
     stopped.train(1, SETTINGS)
     assert f"{STOP_AT}/{steps} steps were finished by an earlier run" in capsys.readouterr().err
+    assert read_json(stopped.checkpoints / "1.json")["continued_from"] == STOP_AT
     assert_same(stopped, undisturbed)
 
 
