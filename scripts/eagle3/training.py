@@ -72,7 +72,13 @@ def learning_rate(step: int, total_steps: int, settings: Training) -> float:
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     left = (total_steps - step) / (total_steps - warmup)
-    factor = {"linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left)), "constant": 1.0}[settings.schedule]
+    decay = min(math.ceil(settings.decay_fraction * total_steps), total_steps - warmup)
+    factor = {
+        "linear": left,
+        "cosine": 0.5 * (1 - math.cos(math.pi * left)),
+        "constant": 1.0,
+        "wsd": min(1.0, (total_steps - step) / max(decay, 1)),
+    }[settings.schedule]
     return settings.learning_rate * factor
 
 
