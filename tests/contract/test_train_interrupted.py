@@ -18,8 +18,15 @@ from tests.training_case import TrainingCase, largest_difference, metrics_lines,
 DEADLINE_S = 240
 # what a metrics line says about the machine
 TIMES = {"tokens_per_s", "loader_wait", "peak_memory_bytes"}
-# one micro-batch per step, a state after each
-SETTINGS = training(gradient_accumulation=1, checkpoint_minutes=0)
+
+
+def settings(**changes):
+    """One or two rows per step, and no state in a test's time."""
+    return training(**{"gradient_accumulation": 1, "batch_tokens": 40, **changes})
+
+
+# a state after each step
+SETTINGS = settings(checkpoint_minutes=0)
 STOP_AT = 3  # the step of segment 1 after which a stopped job is told to end
 
 
@@ -28,7 +35,7 @@ def undisturbed(tmp_path_factory, tiny_llama):
     """Two segments that saved nothing on their way; tests leave the files as they are."""
     case = TrainingCase(tmp_path_factory.mktemp("undisturbed"), tiny_llama)
     for number in range(2):
-        case.train(number, training(gradient_accumulation=1))
+        case.train(number, settings())
     return case
 
 
@@ -90,11 +97,11 @@ def steps_of(case):
 
 
 def kill_when(processes, happens):
-    """Stops the first process each time it is looked at, so that it is killed at the very moment that was waited for."""
+    """Stops the first process where it is looked at, so that it is killed at the very moment that was waited for."""
     first, deadline = processes[0], time.monotonic() + DEADLINE_S
     while True:
         assert first.poll() is None, f"ended too early: {first.stderr.read()}"
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "the moment never came"
         if happens():
             os.kill(first.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -126,7 +133,7 @@ def stopped(case, monkeypatch, capsys):
     """Segment 1 was told to end in the middle, and saves no other states than that; `said`: its last line."""
     stop_at(monkeypatch, steps_of(case) + STOP_AT - 1)
     with pytest.raises(SystemExit) as ended:
-        case.train(1, training(gradient_accumulation=1))
+        case.train(1, settings())
     assert ended.value.code == 128 + signal.SIGTERM
     assert states(case) == [f"step-{STOP_AT}"]
     case.said = capsys.readouterr().err.splitlines()[-1]
@@ -154,19 +161,19 @@ def test_training_killed_at_its_end_gives_the_same_bits(case, undisturbed, momen
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_training_killed_again_and_again_at_random_gives_the_same_bits(undisturbed, tmp_path, seed):
-    case, moments = beside(undisturbed, tmp_path, 0), random.Random(seed)
-    for number in range(2):
-        folder = case.checkpoints / f".segment-{number}"
-        for _ in range(3):
-            before = states(case, number)
-            kill_when(
-                [case.start(number, SETTINGS)],
-                lambda before=before, folder=folder, number=number: (
-                    folder.is_dir() and states(case, number) != before and moments.random() < 0.05
-                ),
-            )
-        case.train(number, SETTINGS)
-        assert_same(case, undisturbed, number)
+    case, random_number = beside(undisturbed, tmp_path, 0), random.Random(seed).random
+    for kill in range(3):
+        before, process, deadline = states(case, 0), case.start(0, SETTINGS), time.monotonic() + DEADLINE_S
+        while process.poll() is None and (states(case, 0) == before or random_number() < 0.9):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.kill()  # in a step, a save, the validation or the last checkpoint
+        process.communicate()
+        if (case.checkpoints / "0.json").exists():  # the later ones may come too late
+            assert kill
+            break
+    case.train(0, SETTINGS)
+    assert_same(case, undisturbed, 0)
 
 
 def test_training_told_to_end_saves_says_where_and_goes_on(stopped, undisturbed, capsys):
@@ -196,7 +203,7 @@ def test_training_told_to_end_during_validation_trains_no_step_again(case, undis
     steps = steps_of(case)
     stop_at(monkeypatch, 2 * steps - 1)
     with pytest.raises(SystemExit):
-        case.train(1, training(gradient_accumulation=1))
+        case.train(1, settings())
     assert states(case) == [f"step-{steps}"]
     case.train(1, SETTINGS)
     assert f"{steps}/{steps} steps were finished by an earlier run" in capsys.readouterr().err
@@ -214,9 +221,9 @@ def test_interrupted_training_takes_the_newest_of_two_states(stopped, undisturbe
 def test_interrupted_training_refuses_other_settings_processes_or_weights(stopped, monkeypatch):
     where = r"\.segment-1/step-3/position.json \(an interrupted segment; delete .*\.segment-1 to start it over\)"
     with pytest.raises(StageError, match=rf"{where}: training.learning_rate is 0.001, expected 0.0005"):
-        stopped.train(1, training(gradient_accumulation=1, learning_rate=5e-4))
+        stopped.train(1, settings(learning_rate=5e-4))
     with pytest.raises(StageError, match=rf"{where}: engine.zero_stage is 0, expected 1"):
-        stopped.train(1, training(gradient_accumulation=1, zero_stage=1))
+        stopped.train(1, settings(zero_stage=1))
     record = read_json(stopped.checkpoints / "0.json")
     write_json(stopped.checkpoints / "0.json", {**record, "weights_sha256": "others"})
     with pytest.raises(StageError, match=rf"{where}: start is .*, expected others"):
@@ -224,13 +231,13 @@ def test_interrupted_training_refuses_other_settings_processes_or_weights(stoppe
 
 
 def test_interrupted_training_refuses_another_number_of_processes(undisturbed, tmp_path, monkeypatch):
-    case, settings = beside(undisturbed, tmp_path, 0), training(gradient_accumulation=2)
+    case = beside(undisturbed, tmp_path, 0)
     stop_at(monkeypatch, 1)
     with pytest.raises(SystemExit):
-        case.train(0, settings)
+        case.train(0, settings(gradient_accumulation=2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(StageError, match=r"step-2/position.json .*: engine.processes is 1, expected 2"):
-        case.train(0, settings)
+        case.train(0, settings(gradient_accumulation=2))
 
 
 def test_interrupted_training_refuses_a_damaged_state(stopped):
@@ -240,13 +247,13 @@ def test_interrupted_training_refuses_a_damaged_state(stopped):
         stopped.train(1, SETTINGS)
 
 
-def start_ranks(case, settings):
+def start_ranks(case, chosen):
     """Two ranks of segment 0, as a launcher starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    return [case.start(0, settings, RANK=str(rank), LOCAL_RANK=str(rank), **launcher) for rank in range(2)]
+    return [case.start(0, chosen, RANK=str(rank), LOCAL_RANK=str(rank), **launcher) for rank in range(2)]
 
 
 def exit_codes(ranks):
@@ -258,27 +265,27 @@ def exit_codes(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_two_ranks_killed_and_told_to_end_train_the_same_bits(undisturbed, tmp_path, zero_stage):
-    settings = training(zero_stage=zero_stage, checkpoint_minutes=0)
+    chosen = settings(zero_stage=zero_stage, gradient_accumulation=2, checkpoint_minutes=0)
     whole, case = beside(undisturbed, tmp_path / "whole", 0), beside(undisturbed, tmp_path / "interrupted", 0)
-    assert exit_codes(start_ranks(whole, settings)) == [0, 0]
+    assert exit_codes(start_ranks(whole, chosen)) == [0, 0]
 
-    kill_when(start_ranks(case, settings), lambda: (case.checkpoints / ".segment-0/.unfinished").exists() and states(case, 0))
+    kill_when(start_ranks(case, chosen), lambda: (case.checkpoints / ".segment-0/.unfinished").exists() and states(case, 0))
     before = states(case, 0)
-    ranks = start_ranks(case, settings)
+    ranks = start_ranks(case, chosen)
     deadline = time.monotonic() + DEADLINE_S
     while states(case, 0) == before:
         assert time.monotonic() < deadline and ranks[0].poll() is None
         time.sleep(0.001)
     ranks[1].send_signal(signal.SIGTERM)  # one of them is enough
     assert exit_codes(ranks) == [128 + signal.SIGTERM] * 2
-    assert exit_codes(start_ranks(case, settings)) == [0, 0]
+    assert exit_codes(start_ranks(case, chosen)) == [0, 0]
     assert_same(case, whole, 0)
 
 
 def test_finished_training_prunes_its_old_checkpoints(undisturbed, tmp_path):
-    case, settings = beside(undisturbed, tmp_path, 0), training(segments=4, keep_checkpoints=1)
+    case = beside(undisturbed, tmp_path, 0)
     for number in range(4):
-        case.train(number, settings)
+        case.train(number, training(segments=4, keep_checkpoints=1))
     records = [read_json(case.checkpoints / f"{number}.json") for number in range(4)]
     best = max(records, key=lambda record: record["metrics"]["validation"]["acceptance_length"])["segment"]
     assert {int(path.parent.name) for path in case.checkpoints.glob("*/model.safetensors")} == {best, 2, 3}
