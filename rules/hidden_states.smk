@@ -33,6 +33,7 @@ rule extract_hidden_states:
         target=as_json(CONFIG.target),
         tokens=lambda wildcards, input: folder(input.tokens),
         shards=len(SHARDS),
+        dtype=CONFIG.extraction.dtype,
     shell:
         "bin/on-gpus {resources.gpu} {resources.min_gpus} python -m scripts.extract_hidden_states"
         " --target {params.target:q}"
@@ -40,6 +41,7 @@ rule extract_hidden_states:
         " --shards {params.shards}"
         " --store {resources.store:q}"
         " --output $(dirname {output.manifest:q})"
+        " --dtype {params.dtype}"
         " --gpu-memory-percent {resources.gpu_memory_percent}"
         " --batch-tokens {resources.batch_tokens}"
         " --max-num-seqs {resources.max_num_seqs}"

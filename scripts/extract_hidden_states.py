@@ -19,7 +19,7 @@ from scripts.eagle3.files import require_free_space, write_json
 from scripts.eagle3.part import Part
 from scripts.eagle3.provenance import check_provenance
 from scripts.eagle3.rows import read_provenance
-from scripts.eagle3.shards import DTYPES, Shard
+from scripts.eagle3.shards import DTYPES, Shard, bytes_per_state
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.store import Store, open_store
 from scripts.eagle3.target import fingerprint, text_config
@@ -73,8 +73,8 @@ def read_part(target: Target, tokens: Path, shards: int) -> list[list[TokenRow]]
 
 
 def bytes_per_token(target: Target, dtype: str) -> int:
-    """Of the states of one token: layers x hidden x bytes of `dtype`."""
-    return (len(target.aux_layer_ids) + 1) * int(text_config(target)["hidden_size"]) * DTYPES[dtype].itemsize
+    """Of the states of one token: layers x (hidden x bytes of `dtype`, and the scale of float8)."""
+    return (len(target.aux_layer_ids) + 1) * bytes_per_state(int(text_config(target)["hidden_size"]), dtype)
 
 
 def _needed_bytes(part: Part, target: Target, dtype: str) -> int:

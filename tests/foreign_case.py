@@ -124,3 +124,58 @@ def latent_head(folder: Path, target: Target, ids: list[int] | None, **changes: 
         "layers.0.self_attn.kv_b_proj.weight": torch.zeros(8, 8),
     }
     return write_foreign(folder, config, tensors)
+
+
+def latent_config(target: Target, ids: list[int]) -> dict[str, Any]:
+    """config.json of a whole head with latent attention, of the target's own sizes."""
+    text = text_config(target)
+    names = ["hidden_size", "intermediate_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"]
+    names += ["qk_rope_head_dim", "v_head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta"]
+    return {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "kimi_k2",
+        **{name: text[name] for name in names},
+        "rope_scaling": text.get("rope_scaling"),
+        "num_key_value_heads": text["num_attention_heads"],
+        "draft_vocab_size": DRAFT_VOCAB_SIZE,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        "eagle_config": {IDS: ids},
+    }
+
+
+def latent_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Random tensors under that family's names."""
+    generator = torch.Generator().manual_seed(12)
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    rope, rank, key = config["qk_rope_head_dim"], config["kv_lora_rank"], config["qk_nope_head_dim"]
+    block = "layers.0."
+    queries = heads * (key + rope)
+    shapes: dict[str, list[int]] = {
+        f"{block}self_attn.kv_a_proj_with_mqa.weight": [rank + rope, 2 * hidden],
+        f"{block}self_attn.kv_b_proj.weight": [heads * (key + config["v_head_dim"]), rank],
+        f"{block}self_attn.o_proj.weight": [hidden, heads * config["v_head_dim"]],
+        f"{block}mlp.gate_proj.weight": [inner, hidden],
+        f"{block}mlp.up_proj.weight": [inner, hidden],
+        f"{block}mlp.down_proj.weight": [hidden, inner],
+        "fc.weight": [hidden, 3 * hidden],
+        "lm_head.weight": [config["draft_vocab_size"], hidden],
+    }
+    if config["q_lora_rank"]:
+        shapes[f"{block}self_attn.q_a_proj.weight"] = [config["q_lora_rank"], 2 * hidden]
+        shapes[f"{block}self_attn.q_b_proj.weight"] = [queries, config["q_lora_rank"]]
+    else:
+        shapes[f"{block}self_attn.q_proj.weight"] = [queries, 2 * hidden]
+    tensors = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    norms = {"norm": hidden, f"{block}hidden_norm": hidden, f"{block}input_layernorm": hidden}
+    norms |= {f"{block}post_attention_layernorm": hidden, f"{block}self_attn.kv_a_layernorm": rank}
+    if config["q_lora_rank"]:
+        norms[f"{block}self_attn.q_a_layernorm"] = config["q_lora_rank"]
+    tensors |= {f"{name}.weight": torch.ones(size) for name, size in norms.items()}
+    vocabulary = draft_vocabulary(config["vocab_size"])
+    mask = torch.zeros(config["vocab_size"], dtype=torch.bool)
+    mask[vocabulary] = True
+    return {**tensors, "d2t": vocabulary - torch.arange(len(vocabulary)), "t2d": mask}

@@ -4,6 +4,7 @@ In: a part's token shards. Out: batches of row keys. A batch never crosses a sha
 goes on computes each remaining row in the company in which an undisturbed job would have: equal bytes.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,22 +73,21 @@ def read_token_shard(path: Path, vocab_size: int) -> list[TokenRow]:
 
 
 def plan_batches(shards: Sequence[Sequence[TokenRow]], batch_tokens: int, max_rows: int) -> list[Batch]:
-    """Rows of each shard by length, packed up to `batch_tokens` tokens and `max_rows` rows.
+    """Rows of each shard, packed up to `batch_tokens` tokens and `max_rows` rows: the longest one, then what fits best.
 
     A row longer than the budget is a batch of its own. Equal input gives an equal plan.
     """
     batches: list[Batch] = []
     for number, shard in enumerate(shards):
-        rows = {row.key: row for row in shard}
-        batch: list[str] = []
-        tokens = 0
-        for row in sorted(rows.values(), key=lambda row: (len(row), row.key)):
-            if batch and (tokens + len(row) > batch_tokens or len(batch) == max_rows):
-                batches.append(Batch(number, tuple(batch)))
-                batch, tokens = [], 0
-            batch.append(row.key)
-            tokens += len(row)
-        if batch:
+        rows = sorted({row.key: row for row in shard}.values(), key=lambda row: (len(row), row.key))
+        lengths = [len(row) for row in rows]
+        while rows:
+            batch: list[str] = []
+            left, place = batch_tokens, len(rows)
+            while place and len(batch) < max_rows:
+                left -= lengths.pop(place - 1)
+                batch.append(rows.pop(place - 1).key)
+                place = bisect_right(lengths, left)  # rows before it fit, the one just before it best
             batches.append(Batch(number, tuple(batch)))
     return batches
 

@@ -127,6 +127,14 @@ class Rows(Section):
     max_length: int = Field(4096, ge=16, description="Longest row in tokens; longer ones are cut and counted.")
 
 
+class Extraction(Section):
+    """How the target's hidden states are kept."""
+
+    dtype: Literal["bfloat16", "fp8"] = Field(
+        "bfloat16", description="fp8: e4m3 with a scale per token and layer, half the bytes and a rounding of up to 6 %."
+    )
+
+
 class Vocabulary(Section):
     """The draft's vocabulary."""
 
@@ -307,6 +315,7 @@ class Config(Section):
     )
     rows: Rows = Field(default_factory=Rows)
     scatter: Parts = Field(default_factory=Parts)
+    extraction: Extraction = Field(default_factory=Extraction)
     vocabulary: Vocabulary = Field(default_factory=Vocabulary)
     draft: Draft = Field(default_factory=Draft)
     training: Training = Field(default_factory=Training)

@@ -21,9 +21,9 @@ from scripts.eagle3.estimate_data import (
 )
 from scripts.eagle3.estimate_done import STATES_STAGE, Finished, benchmark_seconds, unique_bytes
 from scripts.eagle3.estimate_facts import Rate, Table, TargetFacts, active_parameters, draft_size, rate
+from scripts.eagle3.shards import bytes_per_state
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
-STATES_DTYPE = "bfloat16"
 # the rule starts train_draft once, without a launcher
 TRAINING_PROCESSES = 1
 # of a stored token besides its states: id and loss mask; of a row: key, offset and checksum
@@ -131,7 +131,7 @@ class Estimator:
         self.finished = Finished(self.config, self.place.run, self.place.states)
         self.layers = self.finished.layers
         self.engine_s = self.machine.engine_start_s + self.facts.weight_bytes / self.machine.weight_bytes_per_s
-        self.state_bytes = len(self.layers) * self.facts.hidden_size * ITEMSIZE[STATES_DTYPE]
+        self.state_bytes = len(self.layers) * bytes_per_state(self.facts.hidden_size, self.config.extraction.dtype)
         self.shards = self.config.scatter.shards_per_part
         self.rolling = self.config.training.rolling
 

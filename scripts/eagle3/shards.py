@@ -73,6 +73,11 @@ class RowTokens(NamedTuple):
     loss_mask: torch.Tensor
 
 
+def bytes_per_state(hidden_size: int, dtype: str) -> int:
+    """Of one state of one token, with its scale where it has one."""
+    return hidden_size * DTYPES[dtype].itemsize + (4 if dtype == "fp8" else 0)
+
+
 def to_fp8(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[tokens, layers, hidden] -> float8 numbers of that shape and scales [tokens, layers] float32."""
     scales = torch.linalg.vector_norm(states, float("inf"), dim=-1).float() / FP8_MAX

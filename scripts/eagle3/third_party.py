@@ -34,6 +34,8 @@ ARCHITECTURES: dict[str, Kind] = {
     "Eagle3DeepseekV2ForCausalLM": "latent",
     "Eagle3DeepseekV3ForCausalLM": "latent",
 }
+# vLLM 0.32's SpeculativeConfig.hf_config_override
+READ_AS_MTP = ("deepseek_v3", "deepseek_v32")
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -136,6 +138,11 @@ def check_fits(head: ForeignHead, target: Target) -> None:
     ):
         if found != text[key]:
             raise StageError(f"{where}: {key} is {found}, the target's is {text[key]}: a head of another target; take its own")
+    if head.kind == "latent" and head.config.get("model_type") in READ_AS_MTP:
+        raise StageError(
+            f"{where}: model_type is {head.config['model_type']}, which vLLM takes for that model's own MTP layers; write "
+            "kimi_k2 there, as the published heads have it"
+        )
     expected = _expected_shapes(head)
     missing = sorted(expected.keys() - head.tensors.keys())
     known = {*expected, "d2t", "t2d", EMBEDDING}

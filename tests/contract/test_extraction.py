@@ -15,6 +15,7 @@ import torch
 
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
+from scripts.eagle3.packing import TrainingRows, open_shards
 from scripts.eagle3.rows import TOKENS, row_key, write_rows
 from scripts.eagle3.shards import Shard
 from scripts.eagle3.target import fingerprint
@@ -201,6 +202,28 @@ def test_a_second_job_on_the_same_part_is_refused(finished: Run, tmp_path: Path)
         main(run.arguments())
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+def test_states_in_float8_take_half_the_room_and_are_read_as_bfloat16(finished: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path, finished.target)
+    write_tokens(tmp_path / "tokens/part-0", finished.target, [make_token_rows(1)])
+    main(run.arguments(shards=1, dtype="fp8"))
+    small, whole = tmp_path / "hidden/part-0/shard-0.pt", finished.folder / "hidden/part-0/shard-0.pt"
+    assert small.stat().st_size < 0.56 * whole.stat().st_size
+    rows = TrainingRows(open_shards([small], LAYERS), ttt_steps=2, batch_tokens=200)
+    assert len(rows) > 20
+    for number in range(len(rows)):
+        found = rows.row(number)
+        expected = next(row for row in Shard(whole) if row.key == found.key).hidden_states[: len(found.token_ids)]
+        assert found.hidden_states.dtype == torch.bfloat16
+        # three bits of mantissa; half a step of the smallest numbers beside the largest of the token and layer
+        largest = expected.float().abs().amax(dim=-1, keepdim=True)
+        error = (found.hidden_states.float() - expected.float()).abs()
+        assert (error <= expected.float().abs() / 14 + largest / 448 / 512).all()
+    # bytes and scales are part of a row's checksum
+    spoil(small, Shard(small).stored_row(3).scales)
+    with pytest.raises(StageError, match=r"row 3 .* is damaged"):
+        Shard(small).row(3)
 
 
 def test_tokens_of_another_tokenizer_are_refused(finished: Run, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts import export_draft, select_checkpoint, train_draft
-from scripts.eagle3.config import Draft
+from scripts import evaluate_method, export_draft, select_checkpoint, train_draft
+from scripts.eagle3.config import Draft, Evaluation
 from scripts.eagle3.draft import build_draft, load_trainable, read_head, target_ids
 from scripts.eagle3.draft_files import WEIGHTS
 from scripts.eagle3.errors import StageError
@@ -18,6 +18,7 @@ from scripts.eagle3.third_party import HEAD, read_foreign_head
 from scripts.preflight import head_lines
 from tests.draft_case import DRAFT_VOCAB_SIZE, TTT_STEPS, make_draft_files
 from tests.foreign_case import foreign_config, foreign_head, foreign_tensors, latent_head, write_foreign
+from tests.generation_case import HARDWARE, conversation, write_conversations
 from tests.preflight_case import assert_red, config_for, line
 from tests.training_case import TrainingCase, training, weights
 
@@ -97,6 +98,22 @@ def test_training_starts_from_the_head_and_its_own_rows_reach_the_export(case, o
         check_export(exported, case.target, case.files)
     record = read_json(case.checkpoints / "0.json")["provenance"]["training"]["initial_head"]
     assert len(record) == 64 and str(folder) not in str(read_json(case.checkpoints / "0.json"))
+
+
+@pytest.mark.slow
+def test_the_engine_serves_an_export_with_rows_of_its_own(case, other_map, tmp_path):
+    for number in range(2):
+        case.train(number, training(initial_head=str(other_map[0])))
+    exported = export(case, tmp_path)
+    write_conversations(tmp_path / "conversations/suite.parquet", [conversation(f"s{i}", [f"say {i}"]) for i in range(2)])
+    found = {}
+    for name, baseline in (("baseline", None), ("eagle3", tmp_path / "baseline")):
+        places = (exported, baseline, tmp_path / "conversations", ["suite"], tmp_path / "store", tmp_path / name)
+        evaluate_method.run(case.target, Evaluation(max_tokens=24, max_num_seqs=2), name, *places, HARDWARE)
+        found[name] = read_json(tmp_path / name / "suite.json")
+    assert found["eagle3"]["drafts"] > 0 and not found["eagle3"]["differences"]
+    outputs = [[entry["output_ids"] for entry in found[name]["requests"]] for name in found]
+    assert outputs[0] == outputs[1] and sum(map(len, outputs[0])) > 0
 
 
 def test_checkpoint_with_rows_of_its_own_and_one_without_follow_each_other(case, other_map, tmp_path):

@@ -187,6 +187,12 @@ def test_head_with_latent_attention_keeps_its_format_and_gets_our_numbering(tmp_
     same_bytes(load_file(place / WEIGHTS), load_file(tmp_path / "head" / WEIGHTS))
 
 
+def test_head_that_vllm_takes_for_mtp_layers_is_refused(tmp_path, tiny_kimi):
+    head = read_foreign_head(latent_head(tmp_path / "head", tiny_kimi, INDICES, model_type="deepseek_v3"))
+    with pytest.raises(StageError, match="model_type is deepseek_v3, which vLLM takes for that model's own MTP layers"):
+        check_fits(head, tiny_kimi)
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
