@@ -146,8 +146,12 @@ class Keeper:
                 position = {"done": self.done.steps, "sums": self.done.sums.tolist(), "origin": self.origin}
                 write_json(unfinished / POSITION, position)
                 publish(unfinished, state)
-        except (OSError, RuntimeError) as error:  # torch says RuntimeError where a disk is full
-            raise cannot_write(state, error if isinstance(error, OSError) else OSError(str(error).splitlines()[0])) from error
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # where torch 2 finds a disk full
+                raise
+            shutil.rmtree(unfinished, ignore_errors=True)
+            reason = error if isinstance(error, OSError) else OSError("the disk took only a part of it")
+            raise cannot_write(state, reason) from error
         dist.barrier()  # no rank ends, and so ends the others, before the state has its name
         self.saved, self.saved_at = self.done.steps, time.monotonic()
 
@@ -160,4 +164,4 @@ def publish(unfinished: Path, state: Path) -> None:
     sync(state.parent)
     for older in state.parent.glob("step-*"):
         if older != state:
-            shutil.rmtree(older)
+            shutil.rmtree(older, ignore_errors=True)

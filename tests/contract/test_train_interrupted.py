@@ -3,6 +3,8 @@
 import copy
 import os
 import random
+import re
+import resource
 import shutil
 import signal
 import socket
@@ -245,6 +247,18 @@ def test_interrupted_training_refuses_a_damaged_state(stopped):
         os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(StageError, match=r"step-3: damaged \(.*\); delete .*\.segment-1 to start the segment over"):
         stopped.train(1, SETTINGS)
+
+
+@pytest.mark.slow
+def test_training_whose_state_finds_no_room_says_so_and_leaves_nothing_half(case, undisturbed):
+    process = case.start(1, SETTINGS)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file of it may be larger
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert re.search(r"\.segment-1/step-1: cannot write: .*; make room", errors.splitlines()[-1])
+    assert not list((case.checkpoints / ".segment-1").iterdir())
+    case.train(1, SETTINGS)
+    assert_same(case, undisturbed)
 
 
 def start_ranks(case, chosen):
