@@ -11,6 +11,7 @@ import socket
 import time
 
 import pytest
+import torch
 
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json, write_json
@@ -64,11 +65,33 @@ def curve(case, number=1):
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
+def resume_state(case, number):
+    """All files of a checkpoint's resume state, loaded: equal content need not be equal pickles."""
+    folder = case.checkpoints / str(number)
+    return {str(path.relative_to(folder)): torch.load(path, weights_only=False) for path in folder.rglob("*.pt")}
+
+
+def same(left, right):
+    """Whether nested containers and objects hold the same values, tensors to the bit."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return same(vars(left), vars(right)) if hasattr(left, "__dict__") and not isinstance(left, type) else left == right
+
+
 def assert_same(case, expected, number=1):
     """Weights and resume state to the bit, the record's means, every line; nothing is left of the interruption."""
     assert largest_difference(weights(case.checkpoints, number), weights(expected.checkpoints, number)) == 0
+    states = [resume_state(run, number) for run in (case, expected)]
+    assert states[0] and same(*states)
     found, record = (read_json(run.checkpoints / f"{number}.json") for run in (case, expected))
-    assert found == {**record, "continued_from": found["continued_from"]} and record["continued_from"] == 0
+    of_this_job = {name: found[name] for name in ("continued_from", "state_sha256")}
+    assert found == {**record, **of_this_job} and record["continued_from"] == 0
     assert curve(case, number) == curve(expected, number)
     assert not list(case.checkpoints.glob(".*"))
 
@@ -185,6 +208,15 @@ def test_training_told_to_end_saves_says_where_and_goes_on(stopped, undisturbed,
     assert f"{STOP_AT}/{steps} steps were finished by an earlier run" in capsys.readouterr().err
     assert read_json(stopped.checkpoints / "1.json")["continued_from"] == STOP_AT
     assert_same(stopped, undisturbed)
+
+
+def test_first_segment_of_training_told_to_end_gives_the_same_bits(undisturbed, tmp_path, monkeypatch):
+    case = beside(undisturbed, tmp_path, 0)
+    stop_at(monkeypatch, STOP_AT)
+    with pytest.raises(SystemExit):
+        case.train(0, settings())
+    case.train(0, SETTINGS)
+    assert_same(case, undisturbed, 0)
 
 
 def test_training_told_to_end_in_a_process_of_its_own_exits_with_the_signal(case):
