@@ -90,6 +90,8 @@ rule train_draft:
     threads: ALL_CORES
     resources:
         gpu=0,
+        checkpoint_minutes=CONFIG.training.checkpoint_minutes,
+        keep_checkpoints=CONFIG.training.keep_checkpoints,
     params:
         code=code("train_draft"),
         target=as_json(CONFIG.target),
@@ -116,6 +118,8 @@ rule train_draft:
         " --segment {wildcards.segment}"
         " --checkpoints $(dirname {output:q})"
         " --metrics {params.metrics:q}"
+        " --checkpoint-minutes {resources.checkpoint_minutes}"
+        " --keep-checkpoints {resources.keep_checkpoints}"
         " 2>&1 | tee {log:q}"
 
 

@@ -4,7 +4,8 @@ In: hidden/part-*/ (with `training.rolling` the one part of the segment, its tok
 hidden/val/, the draft's config, the target's head, the vocabulary map, checkpoints/{segment - 1}/. Out:
 checkpoints/{segment}/ with model.safetensors (trained weights, float32) and deepspeed/ (what the next segment resumes from),
 then checkpoints/{segment}.json: `segment`, `step`, `folder`, `weights_sha256`, `state_sha256`, `metrics`, `rows`, `engine`,
-`provenance`. An interrupted segment leaves neither and starts over.
+`continued_from` (steps that an earlier job had made), `provenance`. An interrupted segment leaves neither and goes on from its
+last state (segment_state.py).
 """
 
 import argparse
@@ -21,7 +22,7 @@ from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import read_json, require_free_space, sha256_file, sha256_json, sync, write_json
 from scripts.eagle3.layers import captured_layer_ids
 from scripts.eagle3.provenance import PROVENANCE_KEY, check_provenance
-from scripts.eagle3.released import require_states
+from scripts.eagle3.released import is_released, require_states
 from scripts.eagle3.stage import run_stage, section
 
 if TYPE_CHECKING:
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
 
 # settings that change where and how training runs, not what is learnt
 NOT_SCIENCE = {"loggers", "zero_stage", "initial_head"}  # of the last: the path
-# a checkpoint's float32 copies of each weight: the weights; and in the resume state weights, masters, two moments
-COPIES = 5
+# settings that are no part of the section's JSON, so that a change reruns nothing
+KEEPING = ("checkpoint_minutes", "keep_checkpoints")
+# float32 copies of each weight on the disk: those in a checkpoint; and weights, masters, two moments in each of two states
+COPIES = 9
 
 
 class Inputs(NamedTuple):
@@ -68,8 +71,9 @@ class Data(NamedTuple):
 
 def run(target: Target, settings: Training, inputs: Inputs, number: int, checkpoints: Path, metrics: Path) -> None:
     """Trains segment `number` and writes its checkpoint; inputs are checked before a model is built."""
-    from scripts.eagle3 import training, zero
+    from scripts.eagle3 import segment_state, training, zero
     from scripts.eagle3.metrics import MetricsLog
+    from scripts.eagle3.pruning import prune
 
     if not 0 <= number < settings.segments:
         raise StageError(f"--segment {number}: expected 0 to {settings.segments - 1}, as training.segments says")
@@ -77,37 +81,50 @@ def run(target: Target, settings: Training, inputs: Inputs, number: int, checkpo
     data = read_data(target, settings, inputs, number)
     initial = read_initial_head(target, settings, inputs.files)
     resumable = {"zero_stage": settings.zero_stage, "processes": zero.processes()}
-    previous = check_previous(checkpoints, number, data.provenance, resumable) if number else None
+    origin = {**data.provenance, "engine": resumable, "start": start_of(checkpoints, number)}
+    interrupted = segment_state.find_state(checkpoints, number, origin)
+    previous = check_previous(checkpoints, number, data.provenance, resumable) if number and not interrupted else None
     segment = plan(data, settings, inputs, number)
 
     engine = start_draft(inputs.files, settings, zero.start_process_group(), initial)
     size = COPIES * 4 * sum(parameter.numel() for parameter in engine.module.parameters())
     require_free_space(checkpoints, size, "a checkpoint")
-    if previous is not None:
+    done = training.nothing_done(settings)
+    if interrupted is not None:
+        done = segment_state.load_state(engine, interrupted)
+    elif previous is not None:
         position = zero.load_state(engine, previous)
         expect(segment.first_step, position["step"], f"{previous}: step", "train that segment again")
-    leader = engine.global_rank == 0
-    log = MetricsLog(metrics, number, segment.first_step, settings.loggers, settings.model_dump()) if leader else None
-    with log or nullcontext():
-        trained = training.train_segment(engine, data.train, segment, settings, log)
-        validated = training.validate(engine, data.validation, settings)
-        step = segment.first_step + len(segment.steps)
-        if log is not None:
-            log.write({"step": step - 1, "segment": number, **validated}, "validation")
-    unfinished = write_unfinished(engine, checkpoints, {"segment": number, "step": step})
+    leader, log = engine.global_rank == 0, None
     if leader:
-        record = {
-            "segment": number,
-            "step": step,
-            "total_steps": segment.total_steps,
-            "folder": str(number),
-            "metrics": {"train": trained, "validation": validated},
-            "rows": {"train": data.train.counts(), "validation": data.validation.counts()},
-            "engine": resumable,
-            "provenance": data.provenance,
-        }
-        finish(unfinished, checkpoints, record)
+        log = MetricsLog(metrics, number, segment.first_step, settings.loggers, settings.model_dump(), done.steps)
+    with segment_state.Ending() as ending:
+        keeper = segment_state.Keeper(engine, checkpoints, segment, origin, settings.checkpoint_minutes, ending, log, done)
+        with log or nullcontext():
+            trained = training.train_segment(engine, data.train, segment, settings, log, done, keeper.after_step)
+            validated = training.validate(engine, data.validation, settings, keeper.after_batch)
+            step = segment.first_step + len(segment.steps)
+            if log is not None:
+                log.write({"step": step - 1, "segment": number, **validated}, "validation")
+        unfinished = write_unfinished(engine, checkpoints, {"segment": number, "step": step})
+        if leader:
+            position = {"segment": number, "step": step, "total_steps": segment.total_steps, "folder": str(number)}
+            rows = {"train": data.train.counts(), "validation": data.validation.counts()}
+            figures = {"metrics": {"train": trained, "validation": validated}, "rows": rows, "continued_from": done.steps}
+            finish(unfinished, checkpoints, {**position, **figures, "engine": resumable, "provenance": data.provenance})
+            shutil.rmtree(keeper.folder, ignore_errors=True)
+            prune(checkpoints, number, settings.keep_checkpoints, lambda segment: is_awaited(settings, inputs, segment))
     engine.destroy()
+
+
+def start_of(checkpoints: Path, number: int) -> str:
+    """Stands for the weights that segment `number` starts from: a state inside it is worth nothing with others."""
+    return read_json(checkpoints / f"{number - 1}.json")["weights_sha256"] if number else "seed"
+
+
+def is_awaited(settings: Training, inputs: Inputs, number: int) -> bool:
+    """Whether release_part has yet to compare segment `number`'s checkpoint with its record before it deletes the states."""
+    return settings.rolling is not None and not is_released(inputs.hidden / f"part-{number}")
 
 
 def plan(data: Data, settings: Training, inputs: Inputs, number: int) -> "Segment":
@@ -272,10 +289,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--segment", type=int, required=True, help="which pass over the rows (rolling: part), from 0")
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder of {segment}.json and {segment}/")
     parser.add_argument("--metrics", type=Path, required=True, help="folder of {segment}.jsonl and tensorboard/")
+    for name in KEEPING:
+        description = Training.model_fields[name].description
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"{description} Default: as --training says")
     options = parser.parse_args(argv)
     files = DraftFiles(options.draft_config, options.head, options.vocab / "d2t.npy", options.vocab / "t2d.npy")
     inputs = Inputs(files, options.hidden, options.parts, options.shards, options.tokens, options.schedule)
-    run(options.target, options.training, inputs, options.segment, options.checkpoints, options.metrics)
+    keeping = {name: getattr(options, name) for name in KEEPING if getattr(options, name) is not None}
+    settings = options.training.model_copy(update=keeping)
+    run(options.target, settings, inputs, options.segment, options.checkpoints, options.metrics)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A training run on a tiny target with synthetic states, as files: for the tests of packing and training."""
 
+import json
 import os
 import subprocess
 import sys
@@ -63,6 +64,11 @@ def write_states(path: Path, target: Target, rows: list[StateRow], provenance: d
     return path
 
 
+def metrics_lines(folder: Path, number: int) -> list[dict[str, Any]]:
+    """The lines that segment `number` left in `folder`."""
+    return [json.loads(line) for line in (folder / f"{number}.jsonl").read_text().splitlines()]
+
+
 class TrainingCase:
     """The files of one run below `folder`: two parts of one shard, and validation rows."""
 
@@ -91,9 +97,12 @@ class TrainingCase:
         self, number: int, settings: Training | None = None, checkpoints: Path | None = None, **environment: str
     ) -> subprocess.Popen[str]:
         """Starts the stage in a process of its own."""
+        settings = settings or training()
         options = {
             "target": self.target.model_dump_json(),
-            "training": (settings or training()).model_dump_json(),
+            "training": settings.model_dump_json(),
+            "checkpoint-minutes": settings.checkpoint_minutes,
+            "keep-checkpoints": settings.keep_checkpoints,
             "draft-config": self.files.config,
             "head": self.files.head,
             "vocab": self.files.d2t.parent,

@@ -194,7 +194,10 @@ class Training(Section):
     step_loss_decay: float = Field(1.0, gt=0, le=1, description="Weight of TTT step i is this to the power i.")
     loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = Field("kl_div", description="Loss of speculators.")
     learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate of AdamW.")
-    schedule: Literal["linear", "cosine", "constant"] = Field("linear", description="After the warm-up.")
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = Field(
+        "linear", description="After the warm-up; wsd: constant, then linear over the last `decay_fraction`."
+    )
+    decay_fraction: Fraction = Field(0.2, description="wsd: share of all optimiser steps with a falling learning rate.")
     warmup_fraction: Fraction = Field(0.04, description="Share of all optimiser steps with a rising learning rate.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
@@ -208,6 +211,16 @@ class Training(Section):
     )
     loggers: list[Literal["tensorboard", "wandb"]] = Field(
         default=["tensorboard"], description="Besides the JSON lines, which are always written."
+    )
+    checkpoint_minutes: int = Field(
+        15, ge=0, exclude=True, description="Minutes between states inside a segment, to go on from; 0: after every step."
+    )
+    keep_checkpoints: int = Field(
+        0,
+        ge=0,
+        exclude=True,
+        description="Only the weights of so many best checkpoints (acceptance length on validation rows) stay, beside the last "
+        "two, which stay whole; 0: all stay.",
     )
 
 

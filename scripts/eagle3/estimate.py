@@ -263,7 +263,8 @@ class Estimator:
         speed = rate(self.table, "train", self.place.hardware, self._one_gpu, self.facts.name, passed)
         start = self.machine.job_start_s + self.machine.training_start_s
         spent = [benchmark_seconds(self._benchmark(name, str(segment))) for segment in segments]
-        known = [(each, took) for each, took, end in zip(work, spent, done, strict=True) if end and took]
+        whole = [end and not self.finished.continued(segment) for segment, end in zip(segments, done, strict=True)]
+        known = [(each, took) for each, took, end in zip(work, spent, whole, strict=True) if end and took]
         if known:
             seconds = sum(max(took - start, 0.1 * took) for _, took in known)
             speed = Rate(sum(each for each, _ in known) / seconds, "this run", f"{len(known)} finished segments")

@@ -89,6 +89,12 @@ class Finished:
         with finished_file(path):
             return path.is_file() and bool(read_json(path)["provenance"]["training"] == settings)
 
+    def continued(self, segment: int) -> bool:
+        """Whether the job that finished the segment was not the first: its seconds are not those of the whole segment."""
+        path = self.run / f"checkpoints/{segment}.json"
+        with finished_file(path):
+            return read_json(path).get("continued_from", 0) > 0
+
     def evaluated(self, method: str) -> bool:
         """Whether the method's results of every suite are there, with this answer length."""
         for suite in self.config.conversations.evaluation:

@@ -1,7 +1,8 @@
 """Training metrics as they arise: JSON lines always, tensorboard and wandb where `training.loggers` names them.
 
 In: one record per optimiser step, and one of the validation. Out: {folder}/{segment}.jsonl, {folder}/tensorboard/,
-{folder}/wandb/. A segment that is trained again starts its lines anew and replaces its steps in tensorboard.
+{folder}/wandb/. A segment that is trained again starts its lines anew and replaces its steps in tensorboard; one that goes on
+from a saved state keeps those up to it.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.eagle3.errors import StageError
+from scripts.eagle3.files import sync, write_text
 
 # the id under which all segments of a run log to one wandb run
 WANDB_ID = "wandb_run_id"
@@ -21,9 +23,18 @@ class MetricsLog:
     """An open log of one segment; a context manager."""
 
     def __init__(
-        self, folder: Path, segment: int, first_step: int, loggers: Sequence[str], settings: Mapping[str, Any]
+        self,
+        folder: Path,
+        segment: int,
+        first_step: int,
+        loggers: Sequence[str],
+        settings: Mapping[str, Any],
+        done: int = 0,
     ) -> None:
-        """`first_step`: the segment's first optimiser step. `settings`: what wandb shows as the run's configuration."""
+        """`first_step`: the segment's first optimiser step; `done`: how many are logged already, by the job that is continued.
+
+        settings: what wandb shows as the run's configuration.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._tensorboard = self._wandb = None
         if "wandb" in loggers:
@@ -31,9 +42,9 @@ class MetricsLog:
         if "tensorboard" in loggers:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + done)
         self._path = folder / f"{segment}.jsonl"
-        self._path.write_text("")
+        write_text(self._path, kept_lines(self._path, range(first_step, first_step + done)))
 
     def write(self, record: Mapping[str, Any], kind: str = "train") -> None:
         """Writes one record with `step` among its keys; its lists are by TTT step."""
@@ -46,6 +57,12 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.log(scalars, step=record["step"])
 
+    def sync(self) -> None:
+        """What was written is on the disk afterwards."""
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+        sync(self._path)
+
     def __enter__(self) -> "MetricsLog":
         return self
 
@@ -54,6 +71,21 @@ class MetricsLog:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(kind is not None))
+
+
+def kept_lines(path: Path, steps: range) -> str:
+    """The lines of these training steps; of a killed job the last line may be half."""
+    if not steps or not path.is_file():
+        return ""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if record["kind"] == "train" and record["step"] in steps:
+            kept.append(line)
+    return "".join(kept)
 
 
 def flat(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,14 @@ In: a DeepSpeed engine around `TrainingDraft`, the rows, the `training:` section
 metrics record per optimiser step, the segment's means, and what the validation rows say, simulated acceptance included.
 
 All that decides the result is known beforehand: order and packing from (seed, segment), the learning rate from the
-step, the normalisation from the loss masks. So a resumed run equals an uninterrupted one, and no generator is saved.
+step, the normalisation from the loss masks. So a resumed run equals an uninterrupted one, also from any step inside a segment,
+and no generator is saved.
 """
 
 import math
 import resource
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,6 +40,18 @@ class Segment(NamedTuple):
     total_steps: int
 
 
+class Done(NamedTuple):
+    """How far a segment is: its finished optimiser steps, and the sums [5, K] over them that its means are made of."""
+
+    steps: int
+    sums: torch.Tensor
+
+
+def nothing_done(settings: Training) -> Done:
+    """The start of a segment."""
+    return Done(0, torch.zeros(5, settings.ttt_steps, dtype=torch.float64))
+
+
 def plan_segment(rows: TrainingRows, settings: Training, number: int) -> Segment:
     """Segment `number` of a run whose segments are passes over the same rows; `total_steps` counts all segments."""
     plans = [plan_steps(rows, settings, segment) for segment in range(settings.segments)]
@@ -58,31 +72,44 @@ def learning_rate(step: int, total_steps: int, settings: Training) -> float:
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     left = (total_steps - step) / (total_steps - warmup)
-    factor = {"linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left)), "constant": 1.0}[settings.schedule]
+    decay = min(math.ceil(settings.decay_fraction * total_steps), total_steps - warmup)
+    factor = {
+        "linear": left,
+        "cosine": 0.5 * (1 - math.cos(math.pi * left)),
+        "constant": 1.0,
+        "wsd": min(1.0, (total_steps - step) / max(decay, 1)),
+    }[settings.schedule]
     return settings.learning_rate * factor
 
 
 def train_segment(
-    engine: "DeepSpeedEngine", rows: TrainingRows, segment: Segment, settings: Training, log: MetricsLog | None
+    engine: "DeepSpeedEngine",
+    rows: TrainingRows,
+    segment: Segment,
+    settings: Training,
+    log: MetricsLog | None,
+    done: Done | None = None,
+    after_step: Callable[[Done], None] = lambda done: None,
 ) -> dict[str, Any]:
     """Trains one segment; returns its mean metrics. StageError, naming the rows, where a loss is not finite.
 
-    log: None on all ranks but the first.
+    log: None on all ranks but the first. done: what the engine's weights have of the segment; None: nothing.
     """
+    done = done or nothing_done(settings)
     rank, world = dist.get_rank(), dist.get_world_size()
-    shares = [share(packs, rank, world) for packs in segment.steps]
+    steps, first_step = segment.steps[done.steps :], segment.first_step + done.steps
+    shares = [share(packs, rank, world) for packs in steps]
     batches = read_ahead(rows, [pack for own in shares for pack, _ in own], block_length(engine, settings))
-    progress = Progress(f"train_draft: segment {segment.number}", len(segment.steps), "steps")
-    totals = torch.zeros(5, settings.ttt_steps, dtype=torch.float64)
+    progress = Progress(f"train_draft: segment {segment.number}", len(segment.steps), "steps", done.steps) if log else None
     engine.train()
-    for step, (packs, own) in enumerate(zip(segment.steps, shares, strict=True), segment.first_step):
+    for step, (packs, own) in enumerate(zip(steps, shares, strict=True), first_step):
         began, waited = time.perf_counter(), 0.0
         rate = learning_rate(step, segment.total_steps, settings)
         set_learning_rate(engine, rate)
         # DeepSpeed averages over ranks and micro-batches; wanted is the sum over the supervised positions of them all
         masked = torch.tensor(rows.supervised[[row for pack in packs for row in pack]].sum(0)).clamp(min=1)
         normaliser = (masked / (world * engine.gradient_accumulation_steps())).to(engine.device)
-        sums = torch.zeros_like(totals)
+        sums = torch.zeros_like(done.sums)
         for index, (_, counts) in enumerate(own):
             asked = time.perf_counter()
             batch = next(batches)
@@ -96,9 +123,9 @@ def train_segment(
         norm = step_optimizer(engine)
         require_finite(norm, "gradient norm", step, batch)
         sums = sum_over_ranks(sums, engine)
-        totals += sums
+        done = Done(done.steps + 1, done.sums + sums)
         elapsed, positions = time.perf_counter() - began, sum(int(rows.positions[pack].sum()) for pack in packs)
-        if log is not None:
+        if log is not None and progress is not None:
             record = {
                 **metrics(sums, settings),
                 "learning_rate": rate,
@@ -110,13 +137,16 @@ def train_segment(
             }
             log.write({"step": step, "segment": segment.number, **record})
             progress.advance(tokens=positions, note=f"loss {record['loss']:.3f}")
-    if log is not None:
+        after_step(done)
+    if progress is not None:
         progress.finish()
-    return metrics(totals, settings)
+    return metrics(done.sums, settings)
 
 
 @torch.no_grad()
-def validate(engine: "DeepSpeedEngine", rows: TrainingRows, settings: Training) -> dict[str, Any]:
+def validate(
+    engine: "DeepSpeedEngine", rows: TrainingRows, settings: Training, after_batch: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """The training metrics over all `rows`, and their simulated walk with K = ttt_steps."""
     rank, world = dist.get_rank(), dist.get_world_size()
     packs = pack_rows(rows, (settings.seed,))
@@ -131,6 +161,7 @@ def validate(engine: "DeepSpeedEngine", rows: TrainingRows, settings: Training) 
         if counts:
             totals += sums.cpu()
             walk_batch(walk, batch, drafted.cpu(), engine.module.d2t())
+        after_batch()
     counted = torch.tensor([walk.drafts, *walk.accepted_by_position, *walk.unknown_by_position], dtype=torch.float64)
     drafts, *by_position = sum_over_ranks(counted, engine).long().tolist()
     accepted, unknown = by_position[: settings.ttt_steps], by_position[settings.ttt_steps :]
@@ -168,7 +199,7 @@ def require_finite(value: float, what: str, step: int, batch: PackedBatch) -> No
     if not math.isfinite(value):
         keys = ", ".join(row.key for row in batch.rows)
         raise StageError(
-            f"step {step}: {what} is {value} on rows {keys}; nothing of this segment is saved: look at the states of "
+            f"step {step}: {what} is {value} on rows {keys}; nothing of this step is saved: look at the states of "
             "these rows, or lower training.learning_rate"
         )
 

@@ -128,8 +128,9 @@ def full_weights(engine: "DeepSpeedEngine") -> dict[str, torch.Tensor]:
 
 
 def save_state(engine: "DeepSpeedEngine", checkpoint: Path, position: dict[str, Any]) -> None:
-    """Writes masters, optimiser state and `position` below `checkpoint`/deepspeed; all ranks must call it."""
+    """Masters, optimiser state and `position` are below `checkpoint`/deepspeed when it returns; all ranks must call it."""
     engine.save_checkpoint(str(checkpoint / STATE), tag=TAG, client_state={"position": position}, save_latest=False)
+    dist.barrier()
 
 
 def load_state(engine: "DeepSpeedEngine", checkpoint: Path) -> dict[str, Any]:

@@ -1,10 +1,6 @@
-"""The training stage on DeepSpeed: resumption, ranks, refusals, interruption, logs, and the walk of its weights."""
+"""The training stage on DeepSpeed: resumption, ranks, refusals, logs, and the walk of its weights."""
 
-import json
-import os
-import signal
 import socket
-import time
 
 import pytest
 import torch
@@ -26,6 +22,7 @@ from tests.training_case import (
     TrainingCase,
     largest_difference,
     learnable_rows,
+    metrics_lines,
     synthetic_rows,
     training,
     weights,
@@ -51,10 +48,6 @@ def case(tmp_path, tiny_llama):
     return TrainingCase(tmp_path, tiny_llama)
 
 
-def metrics_lines(case, number):
-    return [json.loads(line) for line in (case.metrics / f"{number}.jsonl").read_text().splitlines()]
-
-
 def finish(process):
     """Standard error of a process that must succeed."""
     _, errors = process.communicate(timeout=DEADLINE_S)
@@ -78,7 +71,7 @@ def read_step(trained):
 
 
 def test_training_metrics_have_one_line_per_step_and_the_validation(trained):
-    lines = metrics_lines(trained, 1)
+    lines = metrics_lines(trained.metrics, 1)
     first = read_step(trained)
     assert [line["step"] for line in lines] == [*range(first, 2 * first), 2 * first - 1]
     assert [line["kind"] for line in lines] == ["train"] * first + ["validation"]
@@ -131,7 +124,7 @@ def test_accumulated_training_step_equals_one_large_batch(case):
     for batch_tokens, accumulation in ((64, 16), (1024, 1)):
         settings = training(batch_tokens=batch_tokens, gradient_accumulation=accumulation, segments=1)
         case.train(0, settings)
-        (line,) = metrics_lines(case, 0)[:-1]
+        (line,) = metrics_lines(case.metrics, 0)[:-1]
         norms.append(line["grad_norm"])
         losses.append(line["loss"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-4) and losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -172,22 +165,6 @@ def test_zero_stages_train_alike(case, dtype):
     tolerance = 1e-4 if dtype == "float32" else 2e-3
     for stage in (2, 3):
         assert largest_difference(states[stage], states[1]) < tolerance
-
-
-def test_killed_training_leaves_nothing_and_starts_over(trained, tmp_path):
-    checkpoints = tmp_path / "checkpoints"
-    lines = trained.metrics / "0.jsonl"
-    lines.unlink()
-    process = trained.start(0, checkpoints=checkpoints)
-    deadline = time.monotonic() + DEADLINE_S
-    while not (lines.is_file() and lines.read_text()):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not (checkpoints / "0.json").exists() and not (checkpoints / "0").exists()
-    trained.train(0, checkpoints=checkpoints)
-    assert largest_difference(weights(checkpoints, 0), weights(trained.checkpoints, 0)) == 0
 
 
 @pytest.fixture

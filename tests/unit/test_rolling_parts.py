@@ -334,7 +334,8 @@ def test_a_deleted_part_is_finished_work_unless_its_training_has_changed(tmp_pat
     before = make(config(), place)["stages"]
     assert before["extract_hidden_states"]["jobs_left"] == 0
     trained = config().training.model_dump(exclude=train_draft.NOT_SCIENCE)
-    write_json(run.run / "checkpoints/0.json", {"provenance": {"training": trained}})
+    record = {"provenance": {"training": trained}}
+    write_json(run.run / "checkpoints/0.json", record)
     (run.run / "hidden/part-0/shard-0.pt").unlink()
     write_json(run.run / "hidden/part-0/released.json", {})
 
@@ -344,3 +345,9 @@ def test_a_deleted_part_is_finished_work_unless_its_training_has_changed(tmp_pat
     assert [job.name for job in changed.stages[3].left] == ["part-0"] and changed.stages[3].name == "extract_hidden_states"
     assert "rolling: deleted after a training with other settings, and counted as to be extracted: part-0" in as_text(changed)
     assert len(changed.stages[5].left) == 2 and changed.stages[5].name == "train_draft"
+
+    (run.run / "benchmarks/train_draft").mkdir(parents=True)
+    (run.run / "benchmarks/train_draft/0.tsv").write_text("s\n100.0\n")
+    assert make(config(), place)["stages"]["train_draft"]["tokens_per_s"]["how"] == "this run"
+    write_json(run.run / "checkpoints/0.json", {**record, "continued_from": 3})
+    assert make(config(), place)["stages"]["train_draft"]["tokens_per_s"]["how"] != "this run"

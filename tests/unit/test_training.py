@@ -185,6 +185,22 @@ def test_learning_rate_of_training_rises_then_falls():
     assert {learning_rate(step, 100, constant) for step in range(100)} == {1.0}
 
 
+def test_wsd_learning_rate_of_training_warms_up_stays_and_decays():
+    settings = training(learning_rate=1.0, schedule="wsd", warmup_fraction=0.1, decay_fraction=0.2)
+    rates = [learning_rate(step, 100, settings) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert set(rates[10:81]) == {1.0}
+    assert rates[80:] == pytest.approx([left / 20 for left in range(20, 0, -1)])
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [(0.6, 0.8), (0.0, 1.0), (0.5, 0.0), (1.0, 0.2)])
+def test_wsd_learning_rate_of_training_never_jumps(warmup, decay):
+    settings = training(learning_rate=1.0, schedule="wsd", warmup_fraction=warmup, decay_fraction=decay)
+    rates = [learning_rate(step, 10, settings) for step in range(10)]
+    assert max(rates) == 1.0 and min(rates) > 0
+    assert all(abs(later - earlier) < 0.3 for earlier, later in itertools.pairwise(rates))
+
+
 def test_ranks_train_equally_many_micro_batches_and_each_pack_counts_once():
     packs = [[number] for number in range(5)]
     shares = [share(packs, rank, 3) for rank in range(3)]
