@@ -3,7 +3,7 @@
 In: a shape (random weights) or a target's folder; a folder in memory and one on a disk. Out: a JSON line per measurement and
 a table of ratios. The extraction is the stage's own: batches, growing shards, checksums, fsync.
 
-    python -m benchmarks.extraction_speed --shape smollm2 --work /dev/shm/speed --disk /tmp/speed --output results
+    python -m benchmarks.extraction_speed --shape smollm2 --work /dev/shm/speed --disk /data/speed --output results
 """
 
 import argparse

@@ -62,6 +62,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     made.end()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_and_extraction_goes_on_after_room_is_made(
     tiny_llama: Target, tmp_path: Path, disk: SmallDisk
 ) -> None:

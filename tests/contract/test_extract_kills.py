@@ -78,6 +78,7 @@ class Kills:
         assert not list(self.run.folder.rglob(".unfinished-*")) and self.run.stored("growing/*") == []
 
 
+@pytest.mark.slow
 def test_sigkill_of_a_writer_of_the_job_and_of_all_loses_nothing_written(undisturbed: Extraction, tmp_path: Path) -> None:
     kills = Kills(Extraction(tmp_path, undisturbed.target, SHARDS))
     kills.kill("all", lambda: bool(kills.run.stored("plan.json")))  # before an engine is there
