@@ -45,21 +45,22 @@ def run_one(step: str, work: Path, functions: Mapping[str, Callable[..., dict[st
 def _measure(module: str, step: Step, work: Path, output: Path) -> bool:
     command = [sys.executable, "-m", module, "--work", str(work), "--output", str(output)]
     command += ["--one", json.dumps([step.name, step.arguments])]
-    began = time.perf_counter()
-    try:
-        environment = {**os.environ, **step.environment}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=step.limit_s)
-        code, said = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, said = 124, f"{error.stdout or b''!r} {error.stderr or b''!r}"
+    began, log = time.perf_counter(), output / f"{step.name}-{int(time.time())}.log"
+    with open(log, "wb") as screen:  # a file: what was said stays, whoever ends this process
+        try:
+            environment = {**os.environ, **step.environment}
+            code = subprocess.run(command, env=environment, stdout=screen, stderr=screen, timeout=step.limit_s).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    said = log.read_text(errors="replace")
     found = [line for line in said.splitlines() if line.startswith(RESULT)]
     record = {"measurement": step.name, **step.arguments, **step.environment}
     record["wall_s"] = round(time.perf_counter() - began, 1)
     if code == 0 and found:
         record |= json.loads(found[-1].removeprefix(RESULT))
+        log.unlink()
     else:
         record["failed"] = code
-        (output / f"{step.name}-failed-{int(time.time())}.log").write_text(said)
         print(said[-KEPT_CHARACTERS:])
     with open(output / "results.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
