@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import random_target
-from benchmarks.harness import Step, run_one, run_steps
+from benchmarks.harness import Step, make_parser, run_one, run_steps
 from scripts.eagle3.batches import TokenRow, make_row, plan_batches
 from scripts.eagle3.config import Target
 from scripts.eagle3.engine import Hardware, load_engine, on_cpu, unload_engine
@@ -225,17 +225,13 @@ def emptied(*folders: Path) -> Iterator[None]:
 
 def main() -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", help=f"{', '.join(random_target.SHAPES)}, or the folder of a target")
-    parser.add_argument("--work", type=Path, required=True, help="folder in memory: target and states, up to 30 GB")
     parser.add_argument("--disk", type=Path, help="folder on a disk")
-    parser.add_argument("--output", type=Path, required=True, help="folder for results.jsonl and the logs of failures")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--dtype", default="bfloat16", help="of the stored states")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of the measurements, from 0")
-    parser.add_argument("--keep-going", action="store_true", help="go on after a failed measurement")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         random_target.register()

@@ -3,6 +3,7 @@
 In: steps (function, arguments, environment, limit). Out: a JSON line each in `{output}/results.jsonl` and on the screen.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -23,6 +24,16 @@ class Step(NamedTuple):
     arguments: dict[str, Any]
     limit_s: int
     environment: Mapping[str, str] = {}
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder in memory: target and states, up to 30 GB")
+    parser.add_argument("--output", type=Path, required=True, help="folder for results.jsonl and the logs of failures")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a failed measurement")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser
 
 
 def run_steps(module: str, steps: list[Step], work: Path, output: Path, keep_going: bool) -> None:

@@ -6,7 +6,6 @@ In: how many layers; one GPU of 141 GB holds eight with all 384 experts in INT4.
     python -m benchmarks.kimi_k25_shape --work /dev/shm/k25 --output results [--layers 8] [--experts 384] [--bfloat16]
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import random_target
-from benchmarks.harness import Step, run_one, run_steps
+from benchmarks.harness import Step, make_parser, run_one, run_steps
 from scripts.eagle3.config import Draft, Target, Training, Vocabulary
 from scripts.eagle3.draft_files import DraftFiles
 from scripts.eagle3.engine import Hardware, load_engine
@@ -173,15 +172,11 @@ def plan(only: list[str]) -> list[Step]:
 
 def main() -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the target and for states: up to 30 GB")
-    parser.add_argument("--output", type=Path, required=True, help="folder for results.jsonl and the logs of failures")
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=384)
     parser.add_argument("--bfloat16", action="store_true", help="experts in bfloat16 instead of INT4")
     parser.add_argument("--only", nargs="+", default=list(FUNCTIONS), choices=FUNCTIONS)
-    parser.add_argument("--keep-going", action="store_true", help="go on after a failed measurement")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         random_target.register()

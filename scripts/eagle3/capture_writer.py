@@ -25,7 +25,7 @@ from scripts.eagle3.files import cannot_write
 from scripts.eagle3.shards import DTYPES, ShardWriter, to_fp8
 
 ROOT = Path(__file__).resolve().parents[2]
-# They share each forward pass. Checksum and write of one thread are slower than an engine; four reach what a disk takes.
+# They share each forward pass: the checksums and writes of one are slower than an engine.
 MAX_WRITERS = 4
 # forward passes: one that is written, one that waits for it, one that is copied from the device
 SLOTS = 3

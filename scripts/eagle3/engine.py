@@ -144,7 +144,7 @@ def unload_engine(llm: Any) -> None:
     if shutdown is not None:
         shutdown()
     del llm.llm_engine  # callers still hold `llm`
-    getattr(interfaces, "_language_model_by_module", {}).clear()
+    getattr(interfaces, "_language_model_by_module", {}).clear()  # vLLM 0.22's table of models for images
     gc.collect()
     cleanup_dist_env_and_memory(shutdown_ray=False)
     if torch.cuda.is_available():
