@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
     from scripts.eagle3.packing import TrainingRows
+    from scripts.eagle3.shards import Shard
     from scripts.eagle3.third_party import ForeignHead
     from scripts.eagle3.training import Segment
 
@@ -158,6 +159,7 @@ def read_data(target: Target, settings: Training, inputs: Inputs, number: int = 
         require_states(inputs.hidden / part, inputs.shards)
     train = open_shards([path for part in parts for path in paths(part)], layer_ids)
     validation = open_shards(paths("val"), layer_ids, train[0])
+    check_listed([*train, *validation])
     states = train[0].meta["provenance"]
     expected = {"target": provenance_of(config_path)["target"]}
     check_provenance(expected, states, f"{train[0].path} (compared with {config_path})")
@@ -178,6 +180,16 @@ def read_data(target: Target, settings: Training, inputs: Inputs, number: int = 
         provenance["training"]["initial_head"] = sha256_file(weights) if weights.is_file() else "nothing"
     sizes = settings.ttt_steps, settings.batch_tokens
     return Data(TrainingRows(train, *sizes), TrainingRows(validation, *sizes), provenance)
+
+
+def check_listed(shards: "Sequence[Shard]") -> None:
+    """StageError for a shard that is not the one that its folder's manifest.json lists, e.g. a copy of its neighbour."""
+    for shard in shards:
+        manifest = shard.path.parent / "manifest.json"
+        entries = read_json(manifest).get("shards", []) if manifest.is_file() else []
+        for entry in entries:
+            if entry["file"] == shard.path.name:
+                expect(entry.get("digest"), shard.digest(), f"{shard.path}: digest", f"{manifest} lists another: extract again")
 
 
 def read_initial_head(target: Target, settings: Training, files: DraftFiles) -> "ForeignHead | None":

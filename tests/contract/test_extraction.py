@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from scripts.eagle3.rows import TOKENS, row_key, write_rows
 from scripts.eagle3.shards import Shard
 from scripts.eagle3.target import fingerprint
 from scripts.extract_hidden_states import main
+from scripts.train_draft import check_listed
 
 ROWS_PER_SHARD = 40
 DEADLINE_S = 180
@@ -188,6 +190,15 @@ def test_a_flipped_byte_in_a_finished_shard_is_noticed_and_remade(finished: Run)
     errors = finished.without_engine()
     assert "row 3 " in errors and "is damaged: checksum differs" in errors
     assert finished.files() == before
+
+
+def test_training_refuses_a_shard_that_the_manifest_does_not_list(finished: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "part-0"
+    shutil.copytree(finished.folder / "hidden/part-0", folder)
+    check_listed([Shard(folder / "shard-0.pt"), Shard(folder / "shard-1.pt")])
+    shutil.copy(folder / "shard-1.pt", folder / "shard-0.pt")
+    with pytest.raises(StageError, match=r"shard-0\.pt: digest: expected .*, found .*; .*manifest\.json lists another"):
+        check_listed([Shard(folder / "shard-0.pt"), Shard(folder / "shard-1.pt")])
 
 
 def test_a_second_job_on_the_same_part_is_refused(finished: Run, tmp_path: Path) -> None:
