@@ -5,6 +5,7 @@ trains from and vLLM serves from. Our provenance stands in it under a key of its
 """
 
 import argparse
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ ROPE_PARAMETERS = {
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
 }
 DEFAULT_AUX_STATES = 3
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output")
 MLA_GROUP = 8
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -40,6 +42,7 @@ def run(target: Target, draft: Draft, vocabulary: Vocabulary, ttt_steps: int, ou
             f"vocabulary.draft_vocab_size is {vocabulary.draft_vocab_size}: expected at most {text['vocab_size']}, the "
             "target's vocab_size; lower it"
         )
+    check_norms(draft)
     write_json(output, speculator_config(target, draft, vocabulary.draft_vocab_size, ttt_steps))
 
 
@@ -76,6 +79,27 @@ def speculator_config(target: Target, draft: Draft, draft_vocab_size: int, ttt_s
         },
         PROVENANCE_KEY: {"provenance": {"target": fingerprint(target)}},
     }
+
+
+def check_norms(draft: Draft) -> None:
+    """StageError where the vLLM of this environment would serve the head without `norm_output`, as 0.22 does."""
+    if draft.norm_output and "norm_output" in unread_norms():
+        from vllm import __version__
+
+        raise StageError(
+            f"draft.norm_output is true: vLLM {__version__} does not read it from a head's config.json and would serve as "
+            "if it were false; set the key to false, or rebuild the environment with the locked vLLM, which reads it"
+        )
+
+
+def unread_norms() -> list[str]:
+    """The norm flags of a head in speculators' format that the installed vLLM does not pass on to its own model."""
+    served: dict[str, Any] = {"model_type": "llama"}
+    head = {"draft_vocab_size": 1, "eagle_aux_hidden_state_layer_ids": [1], **dict.fromkeys(NORM_FLAGS, True)}
+    importlib.import_module("vllm.transformers_utils.configs.speculators.algos").SUPPORTED_SPECULATORS_TYPES["eagle3"](
+        head, served
+    )
+    return [flag for flag in NORM_FLAGS if not served.get(flag)]
 
 
 def decoder_config(text: Mapping[str, Any], draft: Draft) -> dict[str, Any]:

@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from scripts.draft_config import attention_shape, compare_with_target, decoder_config
+from scripts.draft_config import NORM_FLAGS, attention_shape, check_norms, compare_with_target, decoder_config
 from scripts.eagle3.checks import Fault, Line, Skipped, check, refuse_red, table
 from scripts.eagle3.checks_backends import backend_lines
 from scripts.eagle3.checks_files import check_small_files
-from scripts.eagle3.checks_gpus import Asked, check_division, check_scheduler, gpu_lines, list_gpus
+from scripts.eagle3.checks_gpus import MIB, Asked, check_division, check_scheduler, gpu_lines, list_gpus
 from scripts.eagle3.checks_place import disk_lines, production_lines
 from scripts.eagle3.checks_rendering import SAME_IDS, rendering_lines
 from scripts.eagle3.checks_software import check_eagle3_interface, feature_lines, version_lines
 from scripts.eagle3.checks_target import here, target_lines
 from scripts.eagle3.checks_tokenizer import tokenizer_lines
-from scripts.eagle3.config import Config, Method, Production, Target
+from scripts.eagle3.config import Config, Draft, Method, Production, Target
 from scripts.eagle3.conversations import check_source
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
@@ -33,6 +33,7 @@ from scripts.eagle3.initial_head import check_initial_head
 from scripts.eagle3.plain_head import check_plain_head
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.target import resolve_folder, text_config
+from scripts.eagle3.training_cost import DraftShape, check_memory
 from scripts.evaluate_method import read_third_party
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +95,7 @@ def draft_lines(target: Target, config: Config, gpus: int) -> list[Line]:
         check("draft", "architecture", lambda: check_architecture(target, config)),
         check("draft", "vocabulary", lambda: check_vocabulary(target, config)),
         check("draft", "tensor parallel", lambda: check_tensor_parallel(target, config, gpus)),
+        check("draft", "training memory", lambda: check_training_memory(target, config)),
         *head_lines(target, config),
     ]
 
@@ -128,7 +130,7 @@ def engine_lines(target: Target, config: Config, gpus: int, blind: bool) -> list
     """What only vLLM can say about this target on this machine."""
     if blind:
         reason = "vLLM for CUDA, and no GPU here: it chooses when it loads"
-        absent = (("machine", "kernels"), ("features", "EAGLE-3 interface"), ("tokenizer", SAME_IDS))
+        absent = (("machine", "kernels"), ("features", "EAGLE-3 interface"), ("draft", "norms"), ("tokenizer", SAME_IDS))
         return [Line(where, name, "skipped", reason) for where, name in absent]
     architecture = (read_json(resolve_folder(target) / "config.json").get("architectures") or [""])[0]
     try:
@@ -137,6 +139,7 @@ def engine_lines(target: Target, config: Config, gpus: int, blind: bool) -> list
         head_dim = 128  # the draft's own line is red
     return [
         check("features", "EAGLE-3 interface", lambda: check_eagle3_interface(architecture)),
+        check("draft", "norms", lambda: check_served_norms(config.draft)),
         *backend_lines(target, config, gpus, head_dim),
         *rendering_lines(target, config),
     ]
@@ -179,6 +182,27 @@ def check_tensor_parallel(target: Target, config: Config, gpus: int) -> str:
     text = text_config(target)
     layer = decoder_config(text, config.draft)
     return f"{check_division(text, gpus, 'target')}, {check_division(layer, gpus, 'draft')}"
+
+
+def check_training_memory(target: Target, config: Config) -> str:
+    """A training step fits on the smallest of the GPUs here; training is one process."""
+    gpus = list_gpus()
+    if not gpus or os.environ.get("EAGLE3_ENV", "cpu").startswith("cpu"):
+        raise Skipped("no GPU here to train on: checked at the head of each training job that has one")
+    shape = DraftShape.of(
+        {
+            "transformer_layer_config": decoder_config(text_config(target), config.draft),
+            "eagle_aux_hidden_state_layer_ids": target.aux_layer_ids,
+            "draft_vocab_size": config.vocabulary.draft_vocab_size,
+        }
+    )
+    return check_memory(shape, config.training, 1, min(gpu.total_mib for gpu in gpus) * MIB)
+
+
+def check_served_norms(draft: Draft) -> str:
+    """The installed vLLM serves the draft's norms as they are trained."""
+    check_norms(draft)
+    return ", ".join(flag for flag in NORM_FLAGS if getattr(draft, flag)) or "none of the variants"
 
 
 def check_sources(config: Config) -> str:

@@ -4,7 +4,8 @@ In: hidden/part-*/ (with `training.rolling` the one part of the segment, its tok
 hidden/val/, the draft's config, the target's head, the vocabulary map, checkpoints/{segment - 1}/. Out:
 checkpoints/{segment}/ with model.safetensors (trained weights, float32) and deepspeed/ (what the next segment resumes from),
 then checkpoints/{segment}.json: `segment`, `step`, `folder`, `weights_sha256`, `state_sha256`, `metrics`, `rows`, `engine`,
-`continued_from` (steps that an earlier job had made), `provenance`. An interrupted segment leaves neither and goes on from its
+`continued_from` (steps that an earlier job had made), `provenance`. After an early stop (`training.patience`) a segment only
+repeats the record before it, with `stopped`. An interrupted segment leaves neither and goes on from its
 last state (segment_state.py).
 """
 
@@ -72,22 +73,33 @@ class Data(NamedTuple):
 
 def run(target: Target, settings: Training, inputs: Inputs, number: int, checkpoints: Path, metrics: Path) -> None:
     """Trains segment `number` and writes its checkpoint; inputs are checked before a model is built."""
+    import torch
+
     from scripts.eagle3 import segment_state, training, zero
     from scripts.eagle3.metrics import MetricsLog
     from scripts.eagle3.pruning import prune
+    from scripts.eagle3.training_cost import DraftShape, check_memory
 
     if not 0 <= number < settings.segments:
         raise StageError(f"--segment {number}: expected 0 to {settings.segments - 1}, as training.segments says")
     zero.check_settings(settings)
     data = read_data(target, settings, inputs, number)
-    initial = read_initial_head(target, settings, inputs.files)
     resumable = {"zero_stage": settings.zero_stage, "processes": zero.processes()}
+    if stops_early(checkpoints, number, settings.patience):
+        check_previous(checkpoints, number, data.provenance, resumable)
+        repeat_record(checkpoints, number)
+        return
+    initial = read_initial_head(target, settings, inputs.files)
     origin = {**data.provenance, "engine": resumable, "start": start_of(checkpoints, number)}
     interrupted = segment_state.find_state(checkpoints, number, origin)
     previous = check_previous(checkpoints, number, data.provenance, resumable) if number and not interrupted else None
     segment = plan(data, settings, inputs, number)
+    device = zero.start_process_group()
+    if device.type == "cuda":
+        shape = DraftShape.of(read_json(inputs.files.config))
+        check_memory(shape, settings, zero.processes(), torch.cuda.get_device_properties(device).total_memory)
 
-    engine = start_draft(inputs.files, settings, zero.start_process_group(), initial)
+    engine = start_draft(inputs.files, settings, device, initial)
     size = COPIES * 4 * sum(parameter.numel() for parameter in engine.module.parameters())
     require_free_space(checkpoints, size, "a checkpoint")
     done = training.nothing_done(settings)
@@ -116,6 +128,23 @@ def run(target: Target, settings: Training, inputs: Inputs, number: int, checkpo
             shutil.rmtree(keeper.folder, ignore_errors=True)
             prune(checkpoints, number, settings.keep_checkpoints, lambda segment: is_awaited(settings, inputs, segment))
     engine.destroy()
+
+
+def stops_early(checkpoints: Path, number: int, patience: int | None) -> bool:
+    """Whether the last `patience` segments before `number` were no better than one before them."""
+    if patience is None or number <= patience:
+        return False
+    records = [read_json(checkpoints / f"{segment}.json") for segment in range(number)]
+    lengths = [record["metrics"]["validation"]["acceptance_length"] for record in records]
+    return max(lengths[-patience:]) <= max(lengths[:-patience])
+
+
+def repeat_record(checkpoints: Path, number: int) -> None:
+    """Segment `number` is not trained: its record is the one before, whose folder it names too."""
+    record = read_json(checkpoints / f"{number - 1}.json")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"train_draft: segment {number} is not trained: training.patience ended it at step {record['step']}", flush=True)
+        write_json(checkpoints / f"{number}.json", {**record, "segment": number, "stopped": True})
 
 
 def start_of(checkpoints: Path, number: int) -> str:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from scripts.draft_config import unread_norms
 from scripts.eagle3.checks import Fault, Line, Skipped, check, first_line, some
 
 # distribution names, the first of which is installed counts
@@ -236,10 +237,9 @@ def check_served_heads() -> str:
     algorithms = importlib.import_module("vllm.transformers_utils.configs.speculators.algos").SUPPORTED_SPECULATORS_TYPES
     _require(("eagle3",), algorithms, "vLLM's speculators formats")
     served: dict[str, Any] = {"model_type": "llama"}
-    flags = ("norm_before_residual", "norm_before_fc", "norm_output")
-    algorithms["eagle3"]({"draft_vocab_size": 1, "eagle_aux_hidden_state_layer_ids": [1], **dict.fromkeys(flags, True)}, served)
+    algorithms["eagle3"]({"draft_vocab_size": 1, "eagle_aux_hidden_state_layer_ids": [1]}, served)
     _require(served["architectures"], ModelRegistry.get_supported_archs(), "vLLM's models")
-    unread = [flag for flag in flags if flag not in served]
+    unread = unread_norms()
     return served["architectures"][0] + (f"; it does not read {', '.join(unread)}" if unread else "")
 
 

@@ -17,6 +17,9 @@ NAME, NO_HOME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", r"^[^~]"
 # what a pattern means, for those who missed it
 PATTERNS = {NAME: "expected letters, digits, `.`, `_` and `-`", NO_HOME: "expected a whole path (`~` is not expanded)"}
 Name = Annotated[str, Field(pattern=NAME, max_length=100)]
+# (dtype, ZeRO stage) where DeepSpeed 0.19.8 clips the gradients before Muon; elsewhere it clips Muon's updates, whose norm is
+# that of the matrices' ranks and says nothing
+MUON_RUNS = (("bfloat16", 1), ("float32", 0))
 
 
 class Section(BaseModel):
@@ -190,16 +193,30 @@ class Training(Section):
         3, ge=1, description="Passes over the parts; each ends in a checkpoint. With `rolling` one for each part: leave it out."
     )
     rolling: Rolling | None = Field(None, description="One segment for each part, whose states go after it; null: all stay.")
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="Early stop: so many segments without a better acceptance length on the validation rows end the training; "
+        "null: all segments are trained. Not with `rolling`.",
+    )
     ttt_steps: int = Field(3, ge=1, description="Training-time test steps: how often the draft sees its own states.")
     step_loss_decay: float = Field(1.0, gt=0, le=1, description="Weight of TTT step i is this to the power i.")
     loss: Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"] = Field("kl_div", description="Loss of speculators.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: for the matrices of `fc` and the decoder layers; AdamW for the norms."
+    )
     learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate of AdamW.")
+    muon_learning_rate: float | None = Field(
+        None,
+        gt=0,
+        description="Peak learning rate of Muon, whose updates are scaled to the size of AdamW's; null: learning_rate.",
+    )
     schedule: Literal["linear", "cosine", "constant", "wsd"] = Field(
         "linear", description="After the warm-up; wsd: constant, then linear over the last `decay_fraction`."
     )
     decay_fraction: Fraction = Field(0.2, description="wsd: share of all optimiser steps with a falling learning rate.")
     warmup_fraction: Fraction = Field(0.04, description="Share of all optimiser steps with a rising learning rate.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay, decoupled.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
     batch_tokens: int = Field(8192, ge=16, description="Tokens of one packed sequence: one micro-batch.")
     gradient_accumulation: int = Field(1, ge=1, description="Micro-batches per optimiser step.")
@@ -222,6 +239,25 @@ class Training(Section):
         description="Only the weights of so many best checkpoints (acceptance length on validation rows) stay, beside the last "
         "two, which stay whole; 0: all stay.",
     )
+
+    @model_validator(mode="after")
+    def _check_patience(self) -> "Training":
+        if self.patience is not None and self.rolling is not None:
+            raise ValueError("patience and rolling exclude each other: each part is trained once; leave patience out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> "Training":
+        found = (self.dtype, self.zero_stage)
+        if self.optimizer == "muon" and found not in MUON_RUNS:
+            known = " or ".join(f"dtype {dtype} with zero_stage {stage}" for dtype, stage in MUON_RUNS)
+            raise ValueError(
+                f"optimizer muon with dtype {found[0]} and zero_stage {found[1]}: DeepSpeed clips Muon's updates there instead "
+                f"of the gradients; expected {known}, or optimizer adamw"
+            )
+        if self.optimizer != "muon" and self.muon_learning_rate is not None:
+            raise ValueError("muon_learning_rate is for optimizer muon: set that, or leave it out")
+        return self
 
 
 class Method(Section):

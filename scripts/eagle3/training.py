@@ -11,7 +11,7 @@ and no generator is saved.
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from scripts.eagle3.errors import StageError
 from scripts.eagle3.metrics import MetricsLog
 from scripts.eagle3.packing import Pack, PackedBatch, TrainingRows, pack_rows, read_ahead
 from scripts.eagle3.progress import Progress
+from scripts.eagle3.training_cost import DraftShape, peak_flops, step_flops
 from scripts.eagle3.walk import WalkResult, add_row
 from scripts.eagle3.zero import DTYPES, set_learning_rate, step_optimizer
 
@@ -101,13 +102,15 @@ def train_segment(
     shares = [share(packs, rank, world) for packs in steps]
     batches = read_ahead(rows, [pack for own in shares for pack, _ in own], block_length(engine, settings))
     progress = Progress(f"train_draft: segment {segment.number}", len(segment.steps), "steps", done.steps) if log else None
+    shape, peak = DraftShape.of(engine.module.config()), device_flops(settings)
     engine.train()
     for step, (packs, own) in enumerate(zip(steps, shares, strict=True), first_step):
         began, waited = time.perf_counter(), 0.0
         rate = learning_rate(step, segment.total_steps, settings)
         set_learning_rate(engine, rate)
         # DeepSpeed averages over ranks and micro-batches; wanted is the sum over the supervised positions of them all
-        masked = torch.tensor(rows.supervised[[row for pack in packs for row in pack]].sum(0)).clamp(min=1)
+        trained = [row for pack in packs for row in pack]
+        masked = torch.tensor(rows.supervised[trained].sum(0)).clamp(min=1)
         normaliser = (masked / (world * engine.gradient_accumulation_steps())).to(engine.device)
         sums = torch.zeros_like(done.sums)
         for index, (_, counts) in enumerate(own):
@@ -116,22 +119,24 @@ def train_segment(
             waited += time.perf_counter() - asked
             weighted = normaliser if counts else torch.full_like(normaliser, torch.inf)
             loss, batch_sums, _ = engine(**inputs(engine, batch, settings), masked_tokens=weighted)
-            require_finite(loss.item(), "loss", step, batch)
+            require_finite(loss.item(), "loss", step, [row.key for row in batch.rows])
             engine.set_gradient_accumulation_boundary(index == len(own) - 1)
             engine.backward(loss)
             sums += counts * batch_sums.cpu()
         norm = step_optimizer(engine)
-        require_finite(norm, "gradient norm", step, batch)
+        require_finite(norm, "gradient norm", step, [rows.key(row) for row in trained])
         sums = sum_over_ranks(sums, engine)
         done = Done(done.steps + 1, done.sums + sums)
-        elapsed, positions = time.perf_counter() - began, sum(int(rows.positions[pack].sum()) for pack in packs)
+        elapsed, positions = time.perf_counter() - began, int(rows.positions[trained].sum())
         if log is not None and progress is not None:
+            flops = step_flops(shape, rows.positions[trained], rows.supervised[trained])
             record = {
                 **metrics(sums, settings),
                 "learning_rate": rate,
                 "grad_norm": norm,
                 "tokens": positions,
                 "tokens_per_s": positions / elapsed,
+                "mfu": flops / (elapsed * peak * world) if peak else None,
                 "loader_wait": waited / elapsed,
                 "peak_memory_bytes": peak_memory_bytes(),
             }
@@ -194,12 +199,11 @@ def block_length(engine: "DeepSpeedEngine", settings: Training) -> int:
     return -(-settings.batch_tokens // FLEX_BLOCK) * FLEX_BLOCK if engine.module.flex else 1
 
 
-def require_finite(value: float, what: str, step: int, batch: PackedBatch) -> None:
-    """StageError naming the rows of the micro-batch where `value` is NaN or infinite."""
+def require_finite(value: float, what: str, step: int, keys: Sequence[str]) -> None:
+    """StageError naming the rows that `value` was made of, where it is NaN or infinite."""
     if not math.isfinite(value):
-        keys = ", ".join(row.key for row in batch.rows)
         raise StageError(
-            f"step {step}: {what} is {value} on rows {keys}; nothing of this step is saved: look at the states of "
+            f"step {step}: {what} is {value} on rows {', '.join(keys)}; nothing of this step is saved: look at the states of "
             "these rows, or lower training.learning_rate"
         )
 
@@ -207,7 +211,9 @@ def require_finite(value: float, what: str, step: int, batch: PackedBatch) -> No
 def metrics(sums: torch.Tensor, settings: Training) -> dict[str, Any]:
     """Rates from the sums [5, K] of `ttt.step_sums`; lists are by TTT step.
 
-    `accuracy` is marginal: right at this step. `conditional_accuracy`: among positions right at all earlier steps.
+    `accuracy` is marginal: right at this step. `conditional_accuracy`: among positions right at all earlier steps. Right is
+    what the walk accepts, the row's own next token out of the whole vocabulary: the target's choice in greedy answers, a draw
+    from its distribution in sampled ones. A token outside the draft vocabulary is never right.
     """
     loss, masked, correct, reached, right_again = sums
     by_step = loss / masked.clamp(min=1)
@@ -238,6 +244,11 @@ def sum_over_ranks(sums: torch.Tensor, engine: "DeepSpeedEngine") -> torch.Tenso
     moved = sums.to(engine.device)
     dist.all_reduce(moved)
     return moved.cpu()
+
+
+def device_flops(settings: Training) -> float | None:
+    """What this process's GPU can calculate; None on a CPU, and where it is not known."""
+    return peak_flops(torch.cuda.get_device_name(), settings.dtype) if torch.cuda.is_available() else None
 
 
 def peak_memory_bytes() -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from scripts.eagle3.draft import ATTENTION_NAMES, FROZEN
+from scripts.eagle3.draft import ATTENTION_NAMES, FROZEN, target_ids
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -50,6 +50,11 @@ class TrainingDraft(torch.nn.Module):
         (draft,) = self._frozen
         return torch.zeros(draft.draft_vocab_size, dtype=torch.long) if draft.d2t is None else draft.d2t.cpu()
 
+    def config(self) -> dict[str, Any]:
+        """The draft's configuration, keys as in draft/config.json."""
+        (draft,) = self._frozen
+        return draft.config.to_dict()
+
     def own_head(self) -> dict[str, torch.Tensor]:
         """`lm_head.weight` where an initial head brought rows that are not the target's; else nothing."""
         (draft,) = self._frozen
@@ -73,7 +78,7 @@ class TrainingDraft(torch.nn.Module):
         (draft,) = self._frozen
         supervised = supervised_positions(loss_mask[0], document_ids[0], self.ttt_steps)
         targets, target_row = self._targets(verifier_last_hidden_states[0], loss_mask[0])
-        target_ids = targets.argmax(-1)
+        proposed = target_ids(self.d2t()).to(input_ids.device)
         states = self._project(hidden_states)
         length = states.shape[1]
         first_mask = draft._build_attn_mask(document_ids[0], length, states.device)
@@ -103,7 +108,8 @@ class TrainingDraft(torch.nn.Module):
             loss = loss + self.step_loss_decay**step * step_loss / masked_tokens[step]
             step_losses.append(step_loss.detach())
             drafted[step, positions] = ids
-            correct[step, positions] = ids == target_ids[rows]
+            # what the walk accepts: the row's own next token, so one outside the draft vocabulary is always missed
+            correct[step, positions] = proposed[ids] == input_ids[0, positions + step + 1]
         return loss, step_sums(torch.stack(step_losses), supervised, correct), drafted
 
     def _project(self, hidden_states: torch.Tensor) -> torch.Tensor:

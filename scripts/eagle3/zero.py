@@ -1,6 +1,6 @@
 """DeepSpeed around the draft: process group, engine, whole weights, and the state that the next segment resumes from.
 
-In: the training modules and the `training:` section. Out: an engine whose step is AdamW on float32 masters, sharded as
+In: the training modules and the `training:` section. Out: an engine whose step is AdamW or Muon on float32 masters, sharded as
 `zero_stage` says. One process needs no launcher; several come from one (torchrun) with its usual variables.
 """
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # folder of the resume state in a checkpoint, and DeepSpeed's tag below it
 STATE = "deepspeed"
 TAG = "state"
+# key of a parameter group: its learning rate is this times the scheduled one
+RATE_FACTOR = "rate_factor"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -76,12 +78,41 @@ def start_engine(model: torch.nn.Module, settings: Training) -> "DeepSpeedEngine
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    config = engine_config(settings)
+    parameters, config = list(model.parameters()), engine_config(settings)
+    optimizer = make_optimizer(parameters, settings)
     with contextlib.redirect_stdout(io.StringIO()):  # its optimisers print tables of memory
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, optimizer=optimizer, config=config)
     return engine
+
+
+def make_optimizer(parameters: list[torch.nn.Parameter], settings: Training) -> torch.optim.Optimizer:
+    """AdamW; with `optimizer: muon` DeepSpeed's Muon for the matrices and AdamW for the rest.
+
+    As in speculators (`muon_adjust_lr_fn: match_rms_adamw`) Muon's updates get the size of AdamW's, 0.2 a weight whatever the
+    shape. DeepSpeed scales them by sqrt(rows / columns) where that is above 1; what is missing, 0.2 sqrt(columns), multiplies
+    the learning rate of a group for each number of columns.
+    """
+    adamw = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, **adamw)
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+    groups: list[dict[str, Any]] = []
+    for columns in sorted({matrix.shape[1] for matrix in matrices}):
+        size = 0.2 * columns**0.5
+        share = (settings.muon_learning_rate or settings.learning_rate) / settings.learning_rate
+        groups.append(
+            {
+                "use_muon": True,
+                "params": [matrix for matrix in matrices if matrix.shape[1] == columns],
+                "weight_decay": settings.weight_decay / size,  # DeepSpeed multiplies it with the group's learning rate
+                RATE_FACTOR: size * share,
+            }
+        )
+    rest = [parameter for parameter in parameters if parameter.ndim != 2]
+    groups.append({"use_muon": False, "params": rest, "betas": (0.9, 0.999), "eps": 1e-8, **adamw})
+    return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW)
 
 
 def engine_config(settings: Training) -> dict[str, Any]:
@@ -102,7 +133,7 @@ def engine_config(settings: Training) -> dict[str, Any]:
 def set_learning_rate(engine: "DeepSpeedEngine", learning_rate: float) -> None:
     """For the next optimiser step."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get(RATE_FACTOR, 1.0)
 
 
 def step_optimizer(engine: "DeepSpeedEngine") -> float:
@@ -110,7 +141,10 @@ def step_optimizer(engine: "DeepSpeedEngine") -> float:
     norm = None
     if not engine.zero_optimization():  # DeepSpeed clips there without telling the norm
         norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
-    engine.step()
+    muon = any(group.get("use_muon") for group in engine.optimizer.param_groups)
+    # DeepSpeed would compile Muon, for each shape of a matrix, and nearly all of it is matrix products
+    with torch.compiler.set_stance("force_eager") if muon else contextlib.nullcontext():
+        engine.step()
     if not engine.was_step_applied():
         return float("inf")
     return float(engine.get_global_grad_norm() if norm is None else norm)

@@ -7,7 +7,7 @@ import torch
 
 from scripts.eagle3 import ttt, zero
 from scripts.eagle3.config import Draft
-from scripts.eagle3.draft import FLEX_BLOCK, build_draft, forward
+from scripts.eagle3.draft import FLEX_BLOCK, build_draft, forward, target_ids
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.layers import captured_layer_ids
 from scripts.eagle3.packing import TrainingRows, load_pack, open_shards
@@ -215,6 +215,98 @@ def test_training_settings_without_float32_masters_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(StageError, match=r"training\.gradient_accumulation is 2: expected a multiple of 4"):
         zero.check_settings(training())
+
+
+MUON = [("float32", 0), ("bfloat16", 1)]
+
+
+@pytest.mark.parametrize(("dtype", "stage"), MUON)
+def test_muon_training_steps_are_those_of_torch(default_files, rows, monkeypatch, dtype, stage):
+    """Against torch.optim.Muon and AdamW on float32 masters: updates as large as AdamW's, gradients clipped before."""
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", newton_schulz)  # torch iterates in bfloat16
+    settings = training(
+        optimizer="muon", muon_learning_rate=2e-3, weight_decay=0.1, dtype=dtype, zero_stage=stage, gradient_accumulation=1
+    )
+    zero.start_process_group()
+    engine = zero.start_engine(training_draft(default_files, dtype), settings)
+    computing = training_draft(default_files, dtype)
+    masters = {name: torch.nn.Parameter(p.detach().float()) for name, p in computing.named_parameters()}
+    matrices, others = ([p for p in masters.values() if (p.ndim == 2) == wanted] for wanted in (True, False))
+    optimizers = [
+        torch.optim.Muon(matrices, lr=2e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=1e-3, weight_decay=0.1),
+    ]
+    start = {name: p.detach().clone() for name, p in masters.items()}
+    rounding = 0.01 if dtype == "float32" else 0.1
+    for step in range(3):
+        pack, norms = [step, 3], []
+        batch, normaliser = load_pack(rows, pack), counts_of(rows, pack)
+        inputs = {name: t.to(zero.DTYPES[dtype]) if t.is_floating_point() else t for name, t in batch.inputs.items()}
+        zero.set_learning_rate(engine, 1e-3)
+        engine.backward(engine(**inputs, masked_tokens=normaliser)[0])
+        norms.append(zero.step_optimizer(engine))
+        computing.load_state_dict({name: p.detach() for name, p in masters.items()})
+        computing.zero_grad()
+        computing(**inputs, masked_tokens=normaliser)[0].backward()
+        for name, p in computing.named_parameters():
+            masters[name].grad = p.grad.float()
+        norms.append(torch.nn.utils.clip_grad_norm_(masters.values(), settings.max_grad_norm).item())
+        for optimizer in optimizers:
+            optimizer.step()
+        assert norms[0] == pytest.approx(norms[1], rel=rounding / 10) and norms[0] > settings.max_grad_norm
+    found = zero.full_weights(engine)
+    engine.destroy()
+    for name, master in masters.items():
+        moved = (master - start[name]).norm()
+        assert (found[name] - master).norm() < rounding * moved, name
+
+
+def newton_schulz(gradient, coefficients, steps, eps):
+    """The iteration of torch.optim.Muon in double precision."""
+    a, b, c = coefficients
+    tall = len(gradient) > gradient.shape[1]
+    result = (gradient.T if tall else gradient).double()
+    result = result / (result.norm() + eps)
+    for _ in range(steps):
+        gram = result @ result.T
+        result = a * result + (b * gram + c * gram @ gram) @ result
+    return (result.T if tall else result).to(gradient.dtype)
+
+
+def training_draft(files, dtype="float32"):
+    return TrainingDraft(build_draft(*files, dtype=zero.DTYPES[dtype]), TTT_STEPS, 1.0, "kl_div")
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [(d, s) for d in ("float32", "bfloat16") for s in range(4) if (d, s) not in MUON])
+def test_muon_training_is_refused_where_its_updates_would_be_clipped(dtype, stage):
+    with pytest.raises(
+        ValueError, match=f"optimizer muon with dtype {dtype} and zero_stage {stage}: .*; expected dtype bfloat16"
+    ):
+        training(optimizer="muon", dtype=dtype, zero_stage=stage)
+
+
+def test_muon_learning_rate_without_muon_is_refused():
+    with pytest.raises(ValueError, match=r"muon_learning_rate is for optimizer muon"):
+        training(muon_learning_rate=1e-3)
+
+
+def test_training_accuracy_is_of_the_rows_own_tokens(default_files, rows):
+    """As in the walk: where the next token is outside the draft vocabulary nothing that the draft says is right."""
+    model, batch = training_draft(default_files), load_pack(rows, [0])
+    ids, ones = batch.inputs["input_ids"][0], torch.ones(TTT_STEPS)
+    _, _, drafted = model(**batch.inputs, masked_tokens=ones)
+    proposed = target_ids(model.d2t())
+    last = int((drafted[0] >= 0).nonzero().max())
+    outside = min(set(range(1024)) - set(proposed.tolist()))
+    right = []
+    for token in (int(proposed[drafted[0, last]]), outside):
+        ids[last + 1] = token  # no input of a position that takes a loss at the first step
+        _, sums, again = model(**batch.inputs, masked_tokens=ones)
+        supervised = (again[0] >= 0).nonzero().flatten()
+        assert int(sums[2, 0]) == int((proposed[again[0, supervised]] == ids[supervised + 1]).sum())
+        assert torch.equal(again[0], drafted[0])
+        right.append(int(sums[2, 0]))
+    assert right[0] == right[1] + 1
 
 
 def test_training_overfits_and_the_walk_accepts(tmp_path, tiny_llama, default_files):
