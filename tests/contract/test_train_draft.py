@@ -130,10 +130,21 @@ def test_accumulated_training_step_equals_one_large_batch(case):
     assert norms[0] == pytest.approx(norms[1], rel=1e-4) and losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+RANKS = {
+    "zero0": {"zero_stage": 0},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "muon-zero0": {"zero_stage": 0, "optimizer": "muon"},
+    "muon-bfloat16-zero1": {"zero_stage": 1, "optimizer": "muon", "dtype": "bfloat16"},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_two_ranks_train_as_one(case, zero_stage):
-    settings = training(gradient_accumulation=4, zero_stage=zero_stage)
+@pytest.mark.parametrize("changes", RANKS.values(), ids=RANKS)
+def test_two_ranks_train_as_one(case, changes):
+    """Each rank accumulates two micro-batches where one alone accumulates four."""
+    settings = training(gradient_accumulation=4, **changes)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -147,9 +158,11 @@ def test_two_ranks_train_as_one(case, zero_stage):
         for process in ranks:
             finish(process)
     # AdamW divides by the gradient's own size: a rounding error can become a small part of a step
-    assert largest_difference(weights(case.folder / "ranks", 1), weights(case.checkpoints, 1)) < 1e-4
+    exact = settings.dtype == "float32"
+    found, expected = weights(case.folder / "ranks", 1), weights(case.checkpoints, 1)
+    assert largest_difference(found, expected) < (1e-4 if exact else 2e-3)
     one, two = (read_json(folder / "1.json")["metrics"] for folder in (case.checkpoints, case.folder / "ranks"))
-    assert one["train"]["loss"] == pytest.approx(two["train"]["loss"], rel=1e-5)
+    assert one["train"]["loss"] == pytest.approx(two["train"]["loss"], rel=1e-5 if exact else 1e-3)
     assert one["validation"]["drafts"] == two["validation"]["drafts"]
 
 

@@ -20,7 +20,7 @@ from tests.training_case import TrainingCase, largest_difference, metrics_lines,
 
 DEADLINE_S = 240
 # what a metrics line says about the machine
-TIMES = {"tokens_per_s", "loader_wait", "peak_memory_bytes"}
+TIMES = {"tokens_per_s", "mfu", "loader_wait", "peak_memory_bytes"}
 
 
 def settings(**changes):
@@ -217,6 +217,23 @@ def test_first_segment_of_training_told_to_end_gives_the_same_bits(undisturbed, 
         case.train(0, settings())
     case.train(0, SETTINGS)
     assert_same(case, undisturbed, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"zero_stage": 0}, {"zero_stage": 1, "dtype": "bfloat16"}], ids=["float32", "bfloat16"])
+def test_muon_training_told_to_end_gives_the_same_bits(undisturbed, tmp_path, monkeypatch, changes):
+    chosen = settings(optimizer="muon", **changes)
+    whole, case = beside(undisturbed, tmp_path / "whole", 0), beside(undisturbed, tmp_path / "interrupted", 0)
+    for number in range(2):
+        whole.train(number, chosen)
+    case.train(0, chosen)
+    stop_at(monkeypatch, steps_of(case) + STOP_AT)
+    with pytest.raises(SystemExit):
+        case.train(1, chosen)
+    case.train(1, chosen)
+    assert read_json(case.checkpoints / "1.json")["continued_from"] == STOP_AT + 1
+    for number in range(2):
+        assert_same(case, whole, number)
 
 
 def test_training_told_to_end_in_a_process_of_its_own_exits_with_the_signal(case):
