@@ -202,10 +202,14 @@ def training_facts(config: Config, folder: Path) -> list[tuple[str, str]]:
         return []
     chosen, settings = selected["selected"], config.training
     validation = chosen["metrics"]["validation"]
-    passes = settings.rolling.passes if settings.rolling else settings.segments
+    # after an early stop (training.patience) fewer than training.segments
+    passes = settings.rolling.passes if settings.rolling else len(selected["candidates"])
     return [
         ("passes", f"{passes}, {max(entry['step'] for entry in selected['candidates']):,} optimiser steps"),
-        ("objective", f"{settings.loss} over {settings.ttt_steps} TTT steps, learning rate {settings.learning_rate:g}"),
+        (
+            "objective",
+            f"{settings.loss} over {settings.ttt_steps} TTT steps, {settings.optimizer}, learning rate {settings.learning_rate:g}",
+        ),
         (
             "chosen",
             f"segment {chosen['segment']}, step {chosen['step']:,}: the best simulated acceptance length",

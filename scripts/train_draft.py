@@ -237,12 +237,18 @@ def read_initial_head(target: Target, settings: Training, files: DraftFiles) -> 
 def check_previous(checkpoints: Path, number: int, provenance: dict[str, Any], resumable: dict[str, Any]) -> Path:
     """The folder that segment `number` resumes from; StageError where it is not whole, or of another origin.
 
-    resumable: DeepSpeed reads its optimiser state back only as it was sharded.
+    resumable: ZeRO stage and number of processes.
     """
     path = checkpoints / f"{number - 1}.json"
     record = read_json(path)
     check_provenance(provenance, record["provenance"], path)
-    check_provenance(resumable, record["engine"], path)
+    for key, value in resumable.items():
+        had = record["engine"][key]
+        if had != value:
+            raise StageError(
+                f"{path}: {key} is {had}, expected {value}; DeepSpeed reads an optimiser's state only as it was sharded: train "
+                f"with {key} {had} as before, or all segments anew"
+            )
     folder = checkpoints / record["folder"]
     if not folder.is_dir():
         raise StageError(f"{folder}: no such folder; it was pruned: train segment {number - 1} again")

@@ -5,7 +5,8 @@ import socket
 import pytest
 import torch
 
-from scripts import train_draft
+from scripts import select_checkpoint, train_draft
+from scripts.eagle3 import training as training_loop
 from scripts.eagle3 import zero
 from scripts.eagle3.draft import build_draft, load_trainable
 from scripts.eagle3.draft_files import WEIGHTS
@@ -13,11 +14,11 @@ from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json, write_json
 from scripts.eagle3.packing import load_pack
 from scripts.eagle3.shards import Shard, StateRow
-from scripts.eagle3.target import fingerprint
+from scripts.eagle3.target import fingerprint, text_config
 from scripts.eagle3.training import plan_segment, train_segment
 from scripts.eagle3.ttt import TrainingDraft
 from scripts.eagle3.walk import walk_rows
-from tests.draft_case import TTT_STEPS
+from tests.draft_case import TTT_STEPS, draft_vocabulary, write_vocabulary
 from tests.training_case import (
     TrainingCase,
     largest_difference,
@@ -181,6 +182,58 @@ def test_zero_stages_train_alike(case, dtype):
 
 
 @pytest.fixture
+def stopped_early(case):
+    """Validation cannot improve: segments after the second repeat its record."""
+    settings = training(segments=4, patience=1, learning_rate=1e-12, keep_checkpoints=1)
+    for number in range(4):
+        case.train(number, settings)
+    return case
+
+
+def test_training_stops_early_and_later_segments_repeat_the_record(stopped_early, capsys):
+    case, records = stopped_early, [read_json(stopped_early.checkpoints / f"{number}.json") for number in range(4)]
+    lengths = [record["metrics"]["validation"]["acceptance_length"] for record in records]
+    assert lengths[1] == lengths[0]
+    assert [record.get("stopped", False) for record in records] == [False, False, True, True]
+    for number in (2, 3):
+        assert records[number] == {**records[1], "segment": number, "stopped": True}
+    assert sorted(path.name for path in case.checkpoints.iterdir() if path.is_dir()) == ["0", "1"]
+    assert sorted(path.name for path in case.metrics.glob("*.jsonl")) == ["0.jsonl", "1.jsonl"]
+
+
+def test_checkpoint_is_selected_from_what_was_trained_before_the_early_stop(stopped_early, tmp_path):
+    case, output = stopped_early, tmp_path / "selected.json"
+    select_checkpoint.run(case.target, case.files, case.checkpoints, 4, case.hidden / "val", 1, TTT_STEPS, output)
+    selected = read_json(output)
+    assert [candidate["segment"] for candidate in selected["candidates"]] == [0, 1]
+
+
+def test_early_stop_of_training_refuses_a_checkpoint_of_another_origin(stopped_early):
+    case = stopped_early
+    write_states(case.shard("part-1"), case.target, synthetic_rows(case.target, first_seed=50))
+    with pytest.raises(StageError, match=r"checkpoints/1.json: rows is"):
+        case.train(2, training(segments=4, patience=1, learning_rate=1e-12, keep_checkpoints=1))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "patience", "stops"),
+    [
+        ([1.5, 1.6], 1, False),
+        ([1.5, 1.5], 1, True),
+        ([1.5, 1.4], 2, False),
+        ([1.5, 1.4, 1.4], 2, True),
+        ([1.5, 1.4, 1.6], 2, False),
+        ([1.4, 1.6, 1.5, 1.7], 2, False),
+        ([1.5, 1.4], None, False),
+    ],
+)
+def test_patience_of_training_counts_segments_without_a_better_one(tmp_path, lengths, patience, stops):
+    for number, length in enumerate(lengths):
+        write_json(tmp_path / f"{number}.json", {"metrics": {"validation": {"acceptance_length": length}}})
+    assert train_draft.stops_early(tmp_path, len(lengths), patience) is stops
+
+
+@pytest.fixture
 def one_segment(case):
     """Segment 0 is trained; what segment 1 resumes from can be spoiled."""
     case.train(0)
@@ -213,11 +266,19 @@ def test_training_refuses_a_pruned_checkpoint(one_segment):
         ({"learning_rate": 5e-4}, "training.learning_rate"),
         ({"seed": 1}, "training.seed"),
         ({"zero_stage": 1}, "zero_stage"),
+        ({"optimizer": "muon"}, "training.optimizer"),
     ],
 )
 def test_training_refuses_to_resume_with_other_settings(one_segment, changes, key):
     with pytest.raises(StageError, match=rf"checkpoints/0.json: {key} is"):
         one_segment.train(1, training(**changes))
+
+
+def test_training_refuses_to_resume_with_another_number_of_processes(one_segment, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = r"checkpoints/0.json: processes is 1, expected 2; DeepSpeed reads an optimiser's state only as it was sharded"
+    with pytest.raises(StageError, match=words):
+        one_segment.train(1)
 
 
 def test_training_refuses_to_resume_on_other_rows(one_segment):
@@ -261,6 +322,22 @@ def test_training_stops_at_a_loss_that_is_not_finite_and_names_the_rows(case):
     with pytest.raises(StageError, match=rf"loss is nan on rows .*{broken.key}"):
         case.train(0)
     assert not case.checkpoints.exists() or not list(case.checkpoints.iterdir())
+
+
+def test_training_names_the_rows_whose_gradients_are_not_finite(case, monkeypatch):
+    """Every loss is finite, so any of the step's rows can be at fault: all of them are named."""
+    monkeypatch.setattr(training_loop, "step_optimizer", lambda engine: float("nan"))
+    with pytest.raises(StageError, match=r"step 0: gradient norm is nan on rows (\w+, )+\w+; nothing of this step") as error:
+        case.train(0, training(gradient_accumulation=16))
+    keys = {key for part in ("part-0", "part-1") for key in Shard(case.shard(part)).row_keys}
+    assert len(keys) == 12 and all(key in str(error.value) for key in keys)
+
+
+def test_training_refuses_a_vocabulary_map_of_another_size(case):
+    vocabulary = draft_vocabulary(text_config(case.target)["vocab_size"])
+    write_vocabulary(case.files.d2t.parent, case.target, vocabulary[1:])
+    with pytest.raises(StageError, match=r"d2t.npy: shape and dtype: expected .*512.*found .*511.*build_vocab_mapping"):
+        case.train(0)
 
 
 def test_training_refuses_a_segment_beyond_the_last(case):

@@ -5,11 +5,14 @@ from typing import Any
 import pytest
 
 from scripts import draft_config
-from scripts.draft_config import attention_shape, rope_parameters, speculator_config
+from scripts.draft_config import attention_shape, rope_parameters, speculator_config, unread_norms
+from scripts.eagle3.checks import check
 from scripts.eagle3.config import Draft, Target, Vocabulary
 from scripts.eagle3.draft import provenance_of, read_draft_config
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.target import fingerprint
+from scripts.preflight import check_served_norms
+from tests.preflight_case import assert_red
 
 MLA = {
     "hidden_size": 7168,
@@ -41,6 +44,35 @@ def test_speculators_reads_what_was_written(tmp_path, tiny_llama):
     assert (layer.rms_norm_eps, layer.max_position_embeddings) == (1e-5, 2048)
     assert layer.rope_parameters["rope_theta"] == 10000.0
     assert not layer.tie_word_embeddings
+
+
+def ignore_norm_output(monkeypatch):
+    """vLLM reads a head as 0.22 does, which passes on the other two flags."""
+    from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES
+
+    current = SUPPORTED_SPECULATORS_TYPES["eagle3"]
+
+    def older(head, served):
+        current(head, served)
+        served.pop("norm_output")
+
+    monkeypatch.setitem(SUPPORTED_SPECULATORS_TYPES, "eagle3", older)
+
+
+def test_norms_that_the_installed_vllm_reads_are_taken(tmp_path, tiny_llama):
+    assert unread_norms() == []
+    assert read_draft_config(written(tmp_path, tiny_llama, norm_output=True)).norm_output
+
+
+def test_norm_that_the_installed_vllm_would_ignore_is_refused(tmp_path, tiny_llama, monkeypatch):
+    ignore_norm_output(monkeypatch)
+    assert unread_norms() == ["norm_output"]
+    words = r"draft.norm_output is true: vLLM \S+ does not read it .* as if it were false; set the key to false"
+    with pytest.raises(StageError, match=words):
+        written(tmp_path, tiny_llama, norm_output=True)
+    assert not (tmp_path / "config.json").exists()
+    assert_red(check("draft", "norms", lambda: check_served_norms(Draft(norm_output=True))), "draft.norm_output", "set the key")
+    assert not read_draft_config(written(tmp_path, tiny_llama, norm_before_fc=True)).norm_output
 
 
 def test_provenance_names_the_target(tmp_path, tiny_llama):

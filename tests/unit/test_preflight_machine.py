@@ -17,7 +17,7 @@ from scripts.eagle3.config import Production, Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import write_json
 from scripts.eagle3.gpus import lease
-from scripts.preflight import check_sources, leased_gpus
+from scripts.preflight import check_sources, draft_lines, leased_gpus
 from tests.preflight_case import assert_red, config_for, copy_target, line
 
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -315,3 +315,18 @@ def test_a_source_that_is_not_there_is_red(tiny_llama):
         tiny_llama, conversations={"train": [{"path": "prompts.jsonl"}], "evaluation": {"suite": {"path": "/nowhere"}}}
     )
     assert_red(check("conversations", "sources", lambda: check_sources(missing)), "prompts.jsonl: no such file", "mend")
+
+
+def test_training_that_does_not_fit_on_a_gpu_is_red_with_the_needed_figure(driver, monkeypatch, tiny_llama):
+    config = config_for(tiny_llama, training={"batch_tokens": 8192})
+
+    def asked():
+        return line(draft_lines(tiny_llama, config, 1), "training memory")
+
+    assert asked().state == "skipped"
+    driver(gpu(), gpu(total=64))
+    assert asked().state == "skipped"  # jobs run in the CPU environment
+    monkeypatch.setenv("EAGLE3_ENV", "cuda")
+    assert_red(asked(), "batch_tokens 8192 needs about 0.2 GB", "which has 0.1 GB", "lower training.batch_tokens")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert asked().state == "green"
