@@ -206,10 +206,8 @@ def training_facts(config: Config, folder: Path) -> list[tuple[str, str]]:
     passes = settings.rolling.passes if settings.rolling else len(selected["candidates"])
     return [
         ("passes", f"{passes}, {max(entry['step'] for entry in selected['candidates']):,} optimiser steps"),
-        (
-            "objective",
-            f"{settings.loss} over {settings.ttt_steps} TTT steps, {settings.optimizer}, learning rate {settings.learning_rate:g}",
-        ),
+        ("objective", f"{settings.loss} over {settings.ttt_steps} TTT steps"),
+        ("optimiser", f"{settings.optimizer}, learning rate {settings.learning_rate:g}, {settings.schedule}"),
         (
             "chosen",
             f"segment {chosen['segment']}, step {chosen['step']:,}: the best simulated acceptance length",

@@ -249,6 +249,10 @@ class Training(Section):
     @model_validator(mode="after")
     def _check_optimizer(self) -> "Training":
         found = (self.dtype, self.zero_stage)
+        if found == ("bfloat16", 0):
+            raise ValueError(
+                "dtype bfloat16 with zero_stage 0: DeepSpeed keeps no float32 masters then; expected zero_stage 1, 2 or 3"
+            )
         if self.optimizer == "muon" and found not in MUON_RUNS:
             known = " or ".join(f"dtype {dtype} with zero_stage {stage}" for dtype, stage in MUON_RUNS)
             raise ValueError(

@@ -19,6 +19,7 @@ from scripts.eagle3.config import Draft, Section, Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
 from scripts.eagle3.target import text_config
+from scripts.eagle3.training_cost import DraftShape
 
 Stage = Literal["decode", "prefill", "train"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -253,13 +254,13 @@ class DraftSize:
 def draft_size(facts: TargetFacts, draft: Draft, draft_vocab_size: int, aux_layers: int) -> DraftSize:
     """From the same decoder configuration that draft_config writes."""
     layer = decoder_config({"rms_norm_eps": 0, "max_position_embeddings": 0, **facts.config}, draft)
-    hidden, width, heads = facts.hidden_size, layer["head_dim"], layer["num_attention_heads"]
-    inner = 3 * hidden * layer["intermediate_size"] + heads * width * hidden
-    projections = width * (heads + 2 * layer["num_key_value_heads"])
-    decoder = draft.num_hidden_layers * (inner + projections * hidden + 2 * hidden)
-    decoder += projections * hidden + hidden  # the first layer reads embedding and state side by side
-    trained = decoder + hidden * hidden * aux_layers + hidden + (hidden * aux_layers if draft.norm_before_fc else 0)
-    return DraftSize(trained, trained + hidden * draft_vocab_size)
+    ids = range(aux_layers)
+    shape = DraftShape.of(
+        {"transformer_layer_config": layer, "eagle_aux_hidden_state_layer_ids": ids, "draft_vocab_size": draft_vocab_size}
+    )
+    norms = 2 * shape.layers + 2 + (aux_layers if draft.norm_before_fc else 0)
+    trained = shape.layer_weights + shape.fc_weights + norms * shape.hidden
+    return DraftSize(trained, trained + shape.hidden * draft_vocab_size)
 
 
 class Rate(NamedTuple):

@@ -35,11 +35,7 @@ def processes() -> int:
 
 
 def check_settings(settings: Training) -> None:
-    """StageError where DeepSpeed would not train as the settings say."""
-    if settings.dtype == "bfloat16" and not settings.zero_stage:
-        raise StageError(
-            "training.zero_stage is 0: with training.dtype bfloat16 DeepSpeed keeps no float32 masters then; expected 1, 2 or 3"
-        )
+    """StageError where the processes cannot share the micro-batches of a step."""
     if settings.gradient_accumulation % processes():
         raise StageError(
             f"training.gradient_accumulation is {settings.gradient_accumulation}: expected a multiple of "

@@ -51,6 +51,11 @@ def test_demo_config_is_valid():
         ("training.learning_rate", -1, "training.learning_rate"),
         ("target.dtype", "float16", "target.dtype"),
         ("training", {"optimizer": "muon", "zero_stage": 3}, "training: optimizer muon with dtype bfloat16 and zero_stage 3"),
+        (
+            "training",
+            {"dtype": "bfloat16", "zero_stage": 0},
+            "training: dtype bfloat16 with zero_stage 0: DeepSpeed keeps no float32",
+        ),
         ("training", {"muon_learning_rate": 0.01}, "training: muon_learning_rate is for optimizer muon"),
         ("training", {"patience": 2, "rolling": {}}, "training: patience and rolling exclude each other"),
         ("training.learning_rate", float("inf"), "training.learning_rate"),
