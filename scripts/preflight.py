@@ -71,6 +71,7 @@ def run(
         width = 1 if on_cpu else asked.gpus  # of the engine's tensor parallelism
         lines += draft_lines(target, config, width)
         lines += engine_lines(target, config, width, blind)
+        lines.append(check("draft", "training memory", lambda: check_training_memory(target, config, asked.elsewhere)))
         lines.insert(1, files)
     return sorted(lines, key=lambda line: SECTIONS.index(line.section))
 
@@ -95,7 +96,6 @@ def draft_lines(target: Target, config: Config, gpus: int) -> list[Line]:
         check("draft", "architecture", lambda: check_architecture(target, config)),
         check("draft", "vocabulary", lambda: check_vocabulary(target, config)),
         check("draft", "tensor parallel", lambda: check_tensor_parallel(target, config, gpus)),
-        check("draft", "training memory", lambda: check_training_memory(target, config)),
         *head_lines(target, config),
     ]
 
@@ -184,11 +184,11 @@ def check_tensor_parallel(target: Target, config: Config, gpus: int) -> str:
     return f"{check_division(text, gpus, 'target')}, {check_division(layer, gpus, 'draft')}"
 
 
-def check_training_memory(target: Target, config: Config) -> str:
+def check_training_memory(target: Target, config: Config, elsewhere: bool) -> str:
     """A training step fits on the smallest of the GPUs here; training is one process."""
     gpus = list_gpus()
-    if not gpus or os.environ.get("EAGLE3_ENV", "cpu").startswith("cpu"):
-        raise Skipped("no GPU here to train on: checked at the head of each training job that has one")
+    if not gpus or elsewhere or os.environ.get("EAGLE3_ENV", "cpu").startswith("cpu"):
+        raise Skipped("trained without a GPU of this machine: each training job checks its own")
     shape = DraftShape.of(
         {
             "transformer_layer_config": decoder_config(text_config(target), config.draft),

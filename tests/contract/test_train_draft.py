@@ -80,6 +80,7 @@ def test_training_metrics_have_one_line_per_step_and_the_validation(trained):
         assert line["loss"] == pytest.approx(sum(line["loss_by_step"]))
         assert len(line["accuracy"]) == len(line["conditional_accuracy"]) == TTT_STEPS
         assert line["grad_norm"] > 0 and line["tokens_per_s"] > 0 and 0 <= line["loader_wait"] <= 1
+        assert line["mfu"] is None  # nobody knows the peak of this CPU
     assert (
         lines[-1]["acceptance_length"]
         == read_json(trained.checkpoints / "1.json")["metrics"]["validation"]["acceptance_length"]

@@ -17,7 +17,7 @@ from scripts.eagle3.config import Production, Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import write_json
 from scripts.eagle3.gpus import lease
-from scripts.preflight import check_sources, draft_lines, leased_gpus
+from scripts.preflight import check_sources, check_training_memory, leased_gpus
 from tests.preflight_case import assert_red, config_for, copy_target, line
 
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -321,7 +321,7 @@ def test_training_that_does_not_fit_on_a_gpu_is_red_with_the_needed_figure(drive
     config = config_for(tiny_llama, training={"batch_tokens": 8192})
 
     def asked():
-        return line(draft_lines(tiny_llama, config, 1), "training memory")
+        return check("draft", "training memory", lambda: check_training_memory(tiny_llama, config, False))
 
     assert asked().state == "skipped"
     driver(gpu(), gpu(total=64))
