@@ -41,6 +41,16 @@ def text_of(html: str) -> str:
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", re.sub(r"<(title|style)>.*?</\1>", "", html, flags=re.DOTALL))))
 
 
+def test_page_counts_the_passes_that_were_trained_before_an_early_stop(folder):
+    edit(folder / "checkpoints/1.json", folder="1")
+    shutil.copy(folder / "checkpoints/1.json", folder / "checkpoints/2.json")
+    edit(folder / "checkpoints/2.json", segment=2, stopped=True)
+    compare_methods.run(CONFIG.evaluation, folder, SUITES, folder / "checkpoints", folder / "metrics", segments=3)
+    training = CONFIG.training.model_copy(update={"segments": 3, "patience": 1})
+    text = text_of(page(folder, CONFIG.model_copy(update={"training": training})))
+    assert "passes 2, 20 optimiser steps" in text and "optimiser adamw, learning rate 0.001, linear" in text
+
+
 def test_page_refers_to_nothing_outside_itself(folder):
     html = page(folder)
     assert "http" not in html and "//" not in re.sub(r"<script>.*?</script>", "", html)
