@@ -28,6 +28,8 @@ LONGEST_ROW = 4096
 # over-long prompts and the like; the share that was really rejected stands in the record
 MAX_REJECTED = 0.02
 KV_CACHE_BYTES = 8 << 30
+# of a GPU's memory that must be free: the rest is the neighbours'
+MEMORY_PERCENT = 12
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -86,8 +88,8 @@ def shards_of(work: Path, kind: str) -> list[Path]:
 
 
 def hardware(max_num_seqs: int) -> Hardware:
-    """For one process that has the device alone."""
-    return Hardware(4096, min(64, max_num_seqs)) if on_cpu() else Hardware(16384, max_num_seqs)
+    """For a small target, which may have neighbours on the device."""
+    return Hardware(4096, min(64, max_num_seqs)) if on_cpu() else Hardware(16384, max_num_seqs, MEMORY_PERCENT)
 
 
 def row_limit(target: Target) -> Rows:

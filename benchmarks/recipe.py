@@ -11,6 +11,8 @@ Finished steps are kept below `work`: the same command goes on where it ended.
 
 import argparse
 import json
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -24,7 +26,7 @@ from benchmarks.extraction_speed import target_of
 from benchmarks.harness import Step, make_parser, run_one, run_steps
 from scripts.eagle3.config import Draft, Target, Training, Vocabulary
 from scripts.eagle3.draft_files import DraftFiles
-from scripts.eagle3.engine import Hardware, on_cpu
+from scripts.eagle3.engine import on_cpu
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json, write_json, write_text
 from scripts.eagle3.layers import captured_layer_ids
@@ -59,12 +61,9 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "vocab-16384": {"vocabulary": {"draft_vocab_size": 16384}},
     "vocab-32000": {"vocabulary": {"draft_vocab_size": 32000}},
     "norm_before_fc": {"draft": {"norm_before_fc": True}},
-    "combined": {
-        "training": {"ttt_steps": 5, "learning_rate": 2e-3, "schedule": "cosine", "batch_tokens": 2048, "loss": "lk_hybrid"},
-        "draft": {"norm_before_fc": True},
-        "vocabulary": {"draft_vocab_size": 16384},
-    },
+    "plain-residual": {"draft": {"norm_before_residual": False}},
 }
+COMBINED = "ttt5+lr-2e-3+cosine+batch-2048+lk_hybrid+norm_before_fc+vocab-16384"
 # tokens that the draft is served with
 SERVED_STEPS = 3
 # the baseline's: six passes over 90 % of 1,502,854 tokens
@@ -76,9 +75,16 @@ LIMIT_FACTOR = 4
 
 
 def changed(name: str, passes: int, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """BASE with the changes of recipe `name`: the sections that it is trained with. vocab_size: the target's."""
-    changes = RECIPES[name]
-    sections = {section: {**values, **changes.get(section, {})} for section, values in BASE.items()}
+    """BASE with the changes of the recipes that `name` joins by +: the sections that it is trained with.
+
+    vocab_size: the target's, which no draft vocabulary exceeds.
+    """
+    sections = {section: dict(values) for section, values in BASE.items()}
+    for part in name.split("+"):
+        if part not in RECIPES:
+            raise StageError(f"--recipes {name}: no recipe {part}; expected some of {' '.join(RECIPES)}, joined by +")
+        for section, values in RECIPES[part].items():
+            sections[section] |= values
     sections["training"] |= {"segments": passes, "dtype": "float32" if on_cpu() else "bfloat16"}
     sections["vocabulary"]["draft_vocab_size"] = min(vocab_size, sections["vocabulary"]["draft_vocab_size"])
     return sections
@@ -98,8 +104,6 @@ def train(
     work: Path, recipe: str, training: dict[str, Any], draft: dict[str, Any], vocabulary: dict[str, Any], suites: list[str]
 ) -> dict[str, Any]:
     """Trains one recipe in one process; a checkpoint after each pass, and its simulated acceptance length."""
-    import time
-
     from scripts.eagle3 import training as loop
     from scripts.eagle3 import zero
     from scripts.eagle3.draft import save_trainable
@@ -161,9 +165,9 @@ def serve(work: Path, recipe: str, segment: int, suites: list[str], max_tokens: 
     weights, export = folder / str(segment) / "model.safetensors", folder / f"export-{segment}"
     export_checkpoint(target, files, weights, export, sha256_file(weights))
     results = folder / f"served-{segment}"
-    places = work / "conversations/eval", suites, export / "store", results
+    places = work / "conversations/eval", suites, export / "store", results, answered_prompts.hardware(80)
     settings = answered_prompts.evaluation(max_tokens)
-    evaluate_method.run(target, settings, "eagle3", export, work / "evaluation/baseline", *places, Hardware(8192))
+    evaluate_method.run(target, settings, "eagle3", export, work / "evaluation/baseline", *places)
     served = {}
     for suite in suites:
         record = read_json(results / f"{suite}.json")
@@ -195,11 +199,18 @@ def plan_training(names: Sequence[str], suites: list[str], passes: int, vocab_si
         ttt_steps, vocabulary = sections["training"]["ttt_steps"], sections["vocabulary"]["draft_vocab_size"]
         seconds = START_S + TOKEN_BUDGET * ttt_steps * (1 + vocabulary / 65536) / STEP_TOKENS_PER_S
         arguments = {"recipe": name, **sections, "suites": suites}
-        steps.append(Step("train", arguments, int(LIMIT_FACTOR * seconds * (1 + (parallel - 1) / 2))))
+        steps.append(Step("train", arguments, int(LIMIT_FACTOR * seconds), threads(parallel)))
     return steps
 
 
-def plan_serving(trained: Iterable[dict[str, Any]], chosen: Sequence[str] | None, asked: dict[str, Any]) -> list[Step]:
+def threads(parallel: int) -> dict[str, str]:
+    """Steps that run side by side share the cores."""
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // parallel))}
+
+
+def plan_serving(
+    trained: Iterable[dict[str, Any]], chosen: Sequence[str] | None, asked: dict[str, Any], parallel: int
+) -> list[Step]:
     """The checkpoints that are served: those named RECIPE or RECIPE:SEGMENT.
 
     None named: all of SERVED_FIRST, and the selected ones of the recipes that are best on the validation rows.
@@ -216,7 +227,8 @@ def plan_serving(trained: Iterable[dict[str, Any]], chosen: Sequence[str] | None
         if name not in by_name:
             raise StageError(f"--serve {text}: recipe {name} is not trained; name one of {', '.join(by_name) or 'none'}")
         number = int(segment) if segment else by_name[name]["selected"]
-        steps.append(Step("serve", {"recipe": name, "segment": number, **asked}, int(LIMIT_FACTOR * SERVED_S) + 120))
+        arguments = {"recipe": name, "segment": number, **asked}
+        steps.append(Step("serve", arguments, LIMIT_FACTOR * SERVED_S, threads(parallel)))
     return steps
 
 
@@ -300,10 +312,11 @@ def main() -> None:
     """Command line: see the top of the file."""
     parser = make_parser(__doc__)
     answered_prompts.add_options(parser)
-    parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=RECIPES, metavar="NAME", help=" ".join(RECIPES))
+    described = f"recipes, or several joined by +: {' '.join(RECIPES)}"
+    parser.add_argument("--recipes", nargs="*", default=[*RECIPES, COMBINED], metavar="NAME", help=described)
     parser.add_argument("--passes", type=int, default=6, help="over the training rows; checkpoints of each recipe")
     parser.add_argument("--serve", nargs="*", metavar="RECIPE[:PASS]", help="checkpoints to serve, passes from 0")
-    parser.add_argument("--parallel", type=int, default=3, help="recipes, and served checkpoints, at a time")
+    parser.add_argument("--parallel", type=int, default=4, help="recipes, and served checkpoints, at a time")
     options = parser.parse_args()
     work, output = options.work, options.output
     if options.one:
@@ -330,7 +343,7 @@ def run(options: argparse.Namespace, work: Path, output: Path) -> None:
     go(data, "data", False, 1)
     go(training, "recipe", True, options.parallel)
     trained = results_of(work, training)
-    serving = plan_serving(trained, options.serve, asked)
+    serving = plan_serving(trained, options.serve, asked, options.parallel)
     go(serving, "served", True, options.parallel)
     served = results_of(work, serving)
     write_json(output / "summary.json", summarize(trained, served, asked["suites"]))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.eagle3.config import Target, Training
 from scripts.eagle3.draft_files import DraftFiles
+from scripts.eagle3.engine import on_cpu
 from scripts.eagle3.files import write_json
 
 if TYPE_CHECKING:
@@ -174,13 +175,6 @@ def train(
     print(json.dumps(command), flush=True)
     cli.main(TrainConfig.resolve(command))
     return found
-
-
-def on_cpu() -> bool:
-    """Whether there is no GPU, which its trainer does not expect."""
-    import torch
-
-    return not torch.cuda.is_available()
 
 
 def use_cpu() -> str:

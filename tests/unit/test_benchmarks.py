@@ -98,6 +98,12 @@ def test_each_recipe_is_a_valid_configuration_and_changes_something():
         assert Training(**changed["training"]).segments == 6
         Draft(**changed["draft"]), Vocabulary(**changed["vocabulary"])
         assert (changed == sections["baseline"]) is (name == "baseline")
+    joined = recipe.changed("ttt5+cosine+vocab-32000", passes=6, vocab_size=20000)
+    assert joined["training"] == {**sections["ttt5"]["training"], "schedule": "cosine"}
+    assert joined["vocabulary"]["draft_vocab_size"] == 20000
+    assert recipe.changed(recipe.COMBINED, 6, 49152)["draft"] == {"norm_before_fc": True}
+    with pytest.raises(StageError, match="no recipe ttt9"):
+        recipe.changed("ttt5+ttt9", 6, 49152)
 
 
 def trained(name, *lengths):
@@ -111,13 +117,13 @@ def trained(name, *lengths):
 
 def test_served_are_all_baseline_checkpoints_and_the_best_recipes():
     results = [trained("baseline", 1.5, 1.6), *(trained(f"r{n}", 1.1 + n / 10, 1.0) for n in range(5))]
-    steps = recipe.plan_serving(results, None, {"suites": ["suite"]})
+    steps = recipe.plan_serving(results, None, {"suites": ["suite"]}, 2)
     chosen = [(step.arguments["recipe"], step.arguments["segment"]) for step in steps]
     assert chosen == [("baseline", 0), ("baseline", 1), ("r4", 0), ("r3", 0), ("r2", 0)]
-    (named,) = recipe.plan_serving(results, ["r1:1"], {})
+    (named,) = recipe.plan_serving(results, ["r1:1"], {}, 1)
     assert named.arguments == {"recipe": "r1", "segment": 1}
     with pytest.raises(StageError, match="--serve other"):
-        recipe.plan_serving(results, ["other"], {})
+        recipe.plan_serving(results, ["other"], {}, 1)
 
 
 def test_summary_ranks_simulated_against_served():
