@@ -58,6 +58,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "wsd": {"training": {"schedule": "wsd"}},
     "batch-4096": {"training": {"batch_tokens": 4096}},
     "batch-2048": {"training": {"batch_tokens": 2048}},
+    "batch-1024": {"training": {"batch_tokens": 1024}},
     "vocab-16384": {"vocabulary": {"draft_vocab_size": 16384}},
     "vocab-32000": {"vocabulary": {"draft_vocab_size": 32000}},
     "norm_before_fc": {"draft": {"norm_before_fc": True}},
@@ -69,8 +70,8 @@ SERVED_STEPS = 3
 # the baseline's: six passes over 90 % of 1,502,854 tokens
 TOKEN_BUDGET = 8_115_411
 SERVED_FIRST, SERVED_BEST = "baseline", 3
-# one H200, a guess to plan by: start and compilation; tokens a second of one TTT step of a packed batch; served checkpoint
-START_S, STEP_TOKENS_PER_S, SERVED_S = 45, 300_000, 40
+# one H200, a guess to plan by: start and compilation; an optimiser step; tokens a second of a TTT step; a served checkpoint
+START_S, OPTIMISER_S, STEP_TOKENS_PER_S, SERVED_S = 45, 0.03, 400_000, 40
 LIMIT_FACTOR = 4
 
 
@@ -196,8 +197,9 @@ def plan_training(names: Sequence[str], suites: list[str], passes: int, vocab_si
     steps = []
     for name in names:
         sections = changed(name, passes, vocab_size)
-        ttt_steps, vocabulary = sections["training"]["ttt_steps"], sections["vocabulary"]["draft_vocab_size"]
-        seconds = START_S + TOKEN_BUDGET * ttt_steps * (1 + vocabulary / 65536) / STEP_TOKENS_PER_S
+        settings, vocabulary = sections["training"], sections["vocabulary"]["draft_vocab_size"]
+        seconds = START_S + OPTIMISER_S * TOKEN_BUDGET / settings["batch_tokens"]
+        seconds += TOKEN_BUDGET * settings["ttt_steps"] * (1 + vocabulary / 65536) / STEP_TOKENS_PER_S
         arguments = {"recipe": name, **sections, "suites": suites}
         steps.append(Step("train", arguments, int(LIMIT_FACTOR * seconds), threads(parallel)))
     return steps
@@ -301,9 +303,10 @@ def table(trained: list[dict[str, Any]], served: list[dict[str, Any]], suites: l
 
 
 def show(steps: list[Step], what: str, parallel: int) -> None:
-    """Says what comes, and how long it may take at most."""
+    """Says what comes, how long it should take and how long it may."""
     for step in steps:
-        print(f"{what}: {step.arguments.get('recipe', step.name)}, limit {step.limit_s} s", flush=True)
+        name, seconds = step.arguments.get("recipe", step.name), step.limit_s / LIMIT_FACTOR
+        print(f"{what}: {name}, about {seconds:.0f} s, at most {step.limit_s} s", flush=True)
     total = sum(step.limit_s / LIMIT_FACTOR for step in steps) / max(parallel, 1)
     print(f"{what}: {len(steps)} steps, about {total:.0f} s together", flush=True)
 
