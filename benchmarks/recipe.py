@@ -71,7 +71,7 @@ SERVED_STEPS = 3
 TOKEN_BUDGET = 8_115_411
 SERVED_FIRST, SERVED_BEST = "baseline", 3
 # one H200, a guess to plan by: start and compilation; an optimiser step; tokens a second of a TTT step; a served checkpoint
-START_S, OPTIMISER_S, STEP_TOKENS_PER_S, SERVED_S = 45, 0.03, 400_000, 40
+START_S, OPTIMISER_S, STEP_TOKENS_PER_S, SERVED_S = 45, 0.03, 400_000, 75
 LIMIT_FACTOR = 4
 
 
