@@ -4,17 +4,21 @@ In: steps (function, arguments, environment, limit). Out: a JSON line each in `{
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 RESULT = "RESULT "
 KEPT_CHARACTERS = 1500
+# tells the logs of steps that run side by side apart
+NUMBERS = itertools.count()
 
 
 class Step(NamedTuple):
@@ -36,12 +40,18 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run_steps(module: str, steps: list[Step], work: Path, output: Path, keep_going: bool) -> None:
-    """Runs each step with `python -m {module} --work --output --one STEP`; the first failure ends it."""
+def run_steps(module: str, steps: list[Step], work: Path, output: Path, keep_going: bool, parallel: int = 1) -> None:
+    """Runs each step with `python -m {module} --work --output --one STEP`, `parallel` of them at a time.
+
+    The first failure ends it once those that run are done, unless `keep_going`.
+    """
     output.mkdir(parents=True, exist_ok=True)
-    for step in steps:
-        if not _measure(module, step, work, output) and not keep_going:
-            sys.exit(1)
+    with ThreadPoolExecutor(parallel) as pool:
+        measured = [pool.submit(_measure, module, step, work, output) for step in steps]
+        for result in measured:
+            if not result.result() and not keep_going:
+                pool.shutdown(cancel_futures=True)
+                sys.exit(1)
 
 
 def run_one(step: str, work: Path, functions: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
@@ -56,7 +66,7 @@ def run_one(step: str, work: Path, functions: Mapping[str, Callable[..., dict[st
 def _measure(module: str, step: Step, work: Path, output: Path) -> bool:
     command = [sys.executable, "-m", module, "--work", str(work), "--output", str(output)]
     command += ["--one", json.dumps([step.name, step.arguments])]
-    began, log = time.perf_counter(), output / f"{step.name}-{int(time.time())}.log"
+    began, log = time.perf_counter(), output / f"{step.name}-{int(time.time())}-{next(NUMBERS)}.log"
     with open(log, "wb") as screen:  # a file: what was said stays, whoever ends this process
         try:
             environment = {**os.environ, **step.environment}

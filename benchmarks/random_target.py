@@ -76,6 +76,8 @@ QUANTIZATION = {
 INT4_STD = 4.61
 # how strongly a tensor's output adds to the stream; the routed experts little: rounding may choose another one
 GAINS = {"o_proj.weight": 0.8, "down_proj.weight": 1.3, "w2_weight": 0.4, "mlp.gate.weight": 2.0}
+# the same for about 30 layers in which rounding adds up
+DEEP_GAIN = 0.4
 LOGIT_STD = 3.0
 
 
@@ -148,7 +150,7 @@ def make_llama(folder: Path, shape: dict[str, Any], device: str) -> None:
     for name, size in shapes.items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        gain = GAINS.get(".".join(name.rsplit(".", 2)[-2:]), 1.0)
+        gain = DEEP_GAIN if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
         tensor = torch.ones(size, dtype=torch.bfloat16, device=device)
         if len(size) > 1:
             tensor.normal_(0, gain / (1.0 if "embed" in name else size[-1] ** 0.5), generator=generator)

@@ -61,7 +61,7 @@ def _server(target: Target, port: int, batch_tokens: int, longest: int, folder: 
     extra = {"kv_connector_extra_config": {"shared_storage_path": str(states)}}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target.path, "--port", str(port)]
     command += ["--dtype", target.dtype, "--max-model-len", str(longest + 2), "--max-num-batched-tokens", str(batch_tokens)]
-    command += ["--max-num-seqs", "256", "--no-enable-prefix-caching", "--host", "127.0.0.1"]
+    command += ["--max-num-seqs", "256", "--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--host", "127.0.0.1"]
     command += ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer | extra)]
     return command
 

@@ -24,7 +24,11 @@ MAX_CANDIDATES = 4 * len(HEAD_TOKENS)
 MIN_AGREEMENT = 0.98
 # the final state is rounded when it is stored, and the engine rounds its logits to its dtype
 MAX_LOGPROB_DIFFERENCE = 0.1
-MAX_BATCH_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.02}
+# up to SHALLOW layers; each layer rounds anew, and like independent steps the errors grow with the square root of their number.
+# Healthy engines have shown 0.025 (8 layers of Kimi-K2.5's widths, whose experts change with the rounding) and 0.029 (32 dense
+# layers) in bfloat16; states of another token differ by about 1.
+MAX_BATCH_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.05}
+SHALLOW = 8
 POSITIONS_AT_ONCE = 256
 
 
@@ -103,14 +107,14 @@ def prove(
     (`alone` may cover only the first rows); the last layer is the final state.
     """
     differences = _alone_against_batch(in_batch, alone, layer_ids)
-    limit = MAX_BATCH_DIFFERENCE[target.dtype]
-    worst = max(differences, key=lambda key: differences[key])
-    if not differences[worst] <= limit:
-        raise StageError(
-            f"alignment proof: rows alone and in a batch differ by {differences[worst]:.2g} (relative, median of the worst "
-            f"row) in state {worst}, expected at most {limit}; states land on the wrong rows, or the engine is not "
-            "deterministic enough"
-        )
+    limits = {layer: MAX_BATCH_DIFFERENCE[target.dtype] * max(1.0, int(layer) / SHALLOW) ** 0.5 for layer in differences}
+    for layer, difference in differences.items():
+        if not difference <= limits[layer]:
+            raise StageError(
+                f"alignment proof: rows alone and in a batch differ by {difference:.2g} (relative, median of the worst row) in "
+                f"state {layer}, expected at most {limits[layer]:.2g}; states land on the wrong rows, or the engine is not "
+                "deterministic enough"
+            )
     logits = _Logits(target)
     agree, gaps = [], []
     for view, states in zip(views, in_batch, strict=True):

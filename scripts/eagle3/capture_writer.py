@@ -197,11 +197,14 @@ class CaptureWriter:
         return found
 
     def close(self) -> None:
-        """Ends the writing processes."""
+        """Ends the writing processes and gives the ring back."""
         for writer in self._writers:
             writer.connection.close()
         for writer in self._writers:
             writer.process.wait()
+        if self.pinned:  # else CUDA goes on knowing addresses that belong to others by then, and fails in some later engine
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(_address(self._memory))
 
     def _end_batch(self) -> None:
         if self._batch is not None:
@@ -272,5 +275,8 @@ class CaptureWriter:
 
 def _pin(memory: mmap.mmap) -> bool:
     """Lets the GPU copy into the memory by itself; where that is forbidden (False), copies are only slower."""
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    return int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) == 0
+    return int(torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)) == 0
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -36,6 +36,17 @@ def test_one_row_that_company_changes_fails_the_proof(tiny_llama: Target, wrong:
         prove(tiny_llama, [], states, alone, LAYERS)
 
 
+def test_a_deep_layer_may_differ_by_more(tiny_llama: Target) -> None:
+    states = [torch.randn(9, 3, 256)]
+    alone = [states[0] * 1.0015]
+    with pytest.raises(StageError, match=r"in state 2, expected at most 0\.001;"):
+        prove(tiny_llama, [], states, alone, [2, 30, 61])
+    alone[0][:, 0] = states[0][:, 0]
+    alone[0][:, 2] *= 1.002
+    with pytest.raises(StageError, match=r"differ by 0.0035 \(.*\) in state 61, expected at most 0.0028;"):
+        prove(tiny_llama, [], states, alone, [2, 30, 61])
+
+
 def test_states_that_are_not_numbers_fail_the_proof(tiny_llama: Target) -> None:
     states = [torch.randn(9, len(LAYERS), 256), torch.full((4, len(LAYERS), 256), float("nan"))]
     with pytest.raises(StageError, match="differ by nan"):
