@@ -12,6 +12,7 @@ from scripts.eagle3.draft import build_draft, load_trainable
 from scripts.eagle3.draft_files import WEIGHTS
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json, write_json
+from scripts.eagle3.metrics import flat
 from scripts.eagle3.packing import load_pack
 from scripts.eagle3.shards import Shard, StateRow
 from scripts.eagle3.target import fingerprint, text_config
@@ -362,6 +363,14 @@ def test_training_logs_go_to_tensorboard_and_to_one_wandb_run(case, monkeypatch)
     steps = read_json(case.checkpoints / "1.json")["step"]
     assert [event.step for event in events.Scalars("train/loss")] == list(range(steps))
     assert [event.step for event in events.Scalars("validation/acceptance_length")] == [steps // 2 - 1, steps - 1]
+    lines = [line for number in range(2) for line in metrics_lines(case.metrics, number)]
+    for kind in ("train", "validation"):
+        records = [flat(line) for line in lines if line["kind"] == kind]
+        names = records[0].keys() - {"step", "segment"}
+        assert {f"{kind}/{name}" for name in names} == {tag for tag in events.Tags()["scalars"] if tag.startswith(f"{kind}/")}
+        for name in names:
+            values = [event.value for event in events.Scalars(f"{kind}/{name}")]
+            assert values == pytest.approx([record[name] for record in records], rel=1e-6)
 
 
 @pytest.mark.gpu
