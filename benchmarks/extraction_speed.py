@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +22,10 @@ import numpy as np
 
 from benchmarks import random_target
 from benchmarks.harness import Step, make_parser, run_one, run_steps
-from scripts.eagle3.batches import TokenRow, make_row, plan_batches
+from scripts.eagle3.batches import Batch, TokenRow, make_row, plan_batches
 from scripts.eagle3.config import Target
 from scripts.eagle3.engine import Hardware, load_engine, on_cpu, unload_engine
-from scripts.eagle3.extraction import open_extractor, run_batches, states_provenance
+from scripts.eagle3.extraction import Feed, open_extractor, run_batches, states_provenance
 from scripts.eagle3.files import read_json
 from scripts.eagle3.part import Part
 from scripts.eagle3.store import open_store
@@ -100,9 +100,7 @@ class Watch:
 
 
 def prefill(work: Path, tokens: int, batch_tokens: int, eager: bool) -> dict[str, Any]:
-    """The plain engine on the batches of the extraction."""
-    from vllm import SamplingParams
-
+    """The plain engine on the batches of the extraction, which it is given in the same way."""
     rows = some_rows(tokens)
     by_key = {row.key: row for row in rows}
     batches = plan_batches(shards_of(rows, batch_tokens), batch_tokens, MAX_ROWS)
@@ -110,19 +108,19 @@ def prefill(work: Path, tokens: int, batch_tokens: int, eager: bool) -> dict[str
     began = time.perf_counter()
     llm = load_engine(target_of(work), Hardware(batch_tokens, MAX_ROWS), max_model_len=LONGEST + 1, eager=eager, **options)
     loaded = time.perf_counter() - began
-    parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    feed = Feed(llm)
 
-    def run(keys: tuple[str, ...]) -> None:
-        prompts = [{"prompt_token_ids": by_key[key].input_ids.tolist()} for key in keys]
-        llm.generate(prompts, parameters, use_tqdm=False)
+    def run(batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            feed.put([by_key[key] for key in batch.keys])
+        feed.drain()
 
-    run(batches[-1].keys)
+    run(batches[-1:])
     seconds, watch = [], Watch()
     with watch:
         for _ in range(2):
             began = time.perf_counter()
-            for batch in batches:
-                run(batch.keys)
+            run(batches)
             seconds.append(time.perf_counter() - began)
     unload_engine(llm)
     total = sum(map(len, rows))

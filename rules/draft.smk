@@ -69,7 +69,7 @@ rule draft_config:
 rule train_draft:
     """One pass over the training rows, or with training.rolling all passes over one part; segment k continues from k - 1.
 
-    The weights lie beside the record.
+    One process for each GPU of the job. The weights lie beside the record.
     """
     input:
         previous_segment,
@@ -93,7 +93,7 @@ rule train_draft:
         checkpoint_minutes=CONFIG.training.checkpoint_minutes,
         keep_checkpoints=CONFIG.training.keep_checkpoints,
     params:
-        code=code("train_draft"),
+        code=[code("train_draft"), code("per_gpu")],
         target=as_json(CONFIG.target),
         training=as_json(CONFIG.training),
         vocabulary=lambda wildcards, input: folder(input.vocabulary),
@@ -104,7 +104,7 @@ rule train_draft:
         parts=len(PARTS),
         shards=len(SHARDS),
     shell:
-        "bin/on-gpus {resources.gpu} 0 python -m scripts.train_draft"
+        "bin/on-gpus {resources.gpu} 0 python -m scripts.per_gpu scripts.train_draft"
         " --target {params.target:q}"
         " --training {params.training:q}"
         " --draft-config {input.draft:q}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from scripts.eagle3.config import Config
 from scripts.eagle3.errors import StageError
-from scripts.eagle3.estimate import TRAINING_PROCESSES, Estimator, Place, StagePlan
+from scripts.eagle3.estimate import Estimator, Place, StagePlan
 from scripts.eagle3.estimate_data import Figure, RunData, run_data
 from scripts.eagle3.estimate_done import STATES_STAGE
 from scripts.eagle3.estimate_facts import Table, TargetFacts, read_table, target_facts
@@ -238,9 +238,9 @@ def hardware_notes(plan: Plan) -> list[str]:
         per_s = stage.rate.tokens_per_s * stage.moved / stage.tokens_in.value
         notes.append(f"extraction writes {size(per_s)} a second per job at the planned speed; a slower disk makes it slower")
     notes += rolling_notes(plan, stage)
-    if plan.place.training_gpus > TRAINING_PROCESSES:
-        idle = plan.place.training_gpus - TRAINING_PROCESSES
-        notes.append(f"train_draft is one process on one GPU; the {idle} others that it reserves are idle and in the cost")
+    packs, gpus = plan.config.training.gradient_accumulation, plan.place.training_gpus
+    if gpus > 1 and packs % gpus:
+        notes.append(f"training.gradient_accumulation is {packs}: train_draft refuses {gpus} GPUs, which must divide it")
     return notes
 
 

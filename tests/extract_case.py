@@ -118,17 +118,16 @@ class Extraction:
 
 
 def _note_batches() -> None:
-    original = extraction.Extractor.start
+    original = extraction.Extractor.feed
 
-    def start(self: Any, rows: Any, path: Path, indices: Any, **sampling: Any) -> list[Any]:
-        if path.name != "proof.pt":
-            if TOUCH in os.environ and not os.path.exists("started"):
-                self.clear_cache()
-            with open("started", "a") as file:
-                file.write(json.dumps([row.key for row in rows]) + "\n")
-        return original(self, rows, path, indices, **sampling)
+    def feed(self: Any, rows: Any, path: Path, indices: Any) -> None:
+        if TOUCH in os.environ and not os.path.exists("started"):
+            self.clear_cache()
+        with open("started", "a") as file:
+            file.write(json.dumps([row.key for row in rows]) + "\n")
+        original(self, rows, path, indices)
 
-    extraction.Extractor.start = start  # type: ignore[method-assign]
+    extraction.Extractor.feed = feed  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,14 @@ class TrainingCase:
         train_draft.run(self.target, settings or training(), self.inputs(), number, folder, self.metrics)
 
     def start(
-        self, number: int, settings: Training | None = None, checkpoints: Path | None = None, **environment: str
+        self,
+        number: int,
+        settings: Training | None = None,
+        checkpoints: Path | None = None,
+        launcher: Sequence[str] = (),
+        **environment: str,
     ) -> subprocess.Popen[str]:
-        """Starts the stage in a process of its own."""
+        """Starts the stage in a process of its own, or with a launcher (module, options) in several."""
         settings = settings or training()
         options = {
             "target": self.target.model_dump_json(),
@@ -115,7 +121,7 @@ class TrainingCase:
         }
         arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         return subprocess.Popen(
-            [sys.executable, "-m", "scripts.train_draft", *arguments],
+            [sys.executable, "-m", *launcher, "scripts.train_draft", *arguments],
             env={**os.environ, **environment},
             stderr=subprocess.PIPE,
             text=True,

@@ -66,7 +66,7 @@ def _deferred(path: Path, name: str) -> str:
 class CaptureExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`); its methods are called by `llm.collective_rpc`.
 
-    Order of calls: capture_install once; per batch capture_expect, `llm.generate`, capture_results; capture_close.
+    Order of calls: capture_install once; per batch capture_expect, its rows into the engine, capture_results; capture_close.
     capture_clear_cache between two batches, after one with an overflow.
     """
 
@@ -93,13 +93,13 @@ class CaptureExtension:
         return {"model": type(model).__name__, "runner": f"{runner.__module__}.{runner.__name__}", "host_memory": memory}
 
     def capture_expect(self, path: str, indices: Sequence[int]) -> None:
-        """The next `generate` computes the rows with these numbers of the shard at `path`, which gets their states."""
+        """The engine is given the rows with these numbers of the shard at `path` next, a batch; it gets their states."""
         self._capture.expect(Path(path), indices)
 
-    def capture_results(self, wait: bool) -> list[dict[str, Any]]:
+    def capture_results(self, wait: bool, computing: int) -> list[dict[str, Any]]:
         """Of the batches whose writing has ended, or of all: {"path", "keys", "rejected": [[row_key, layer, reason]]} or
-        {"error": one line}. Other ranks than the first have none."""
-        return self._capture.writer.results(wait) if self._capture.writer else []
+        {"error": one line}. The newest `computing` are not through the engine yet. Other ranks than the first have none."""
+        return self._capture.writer.results(wait, computing) if self._capture.writer else []
 
     def capture_clear_cache(self) -> None:
         """Zeroes the KV cache. Attention reads whole blocks of it, and what an overflowing row left behind is not finite:

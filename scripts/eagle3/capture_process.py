@@ -28,8 +28,9 @@ Array = np.ndarray[Any, Any]
 
 
 class Place(NamedTuple):
-    """Where one row lies in its shard file, in bytes, and the checksum of its ids and mask, which its states continue."""
+    """A row's shard file, where it lies there, in bytes, and the checksum of its ids and mask, which its states continue."""
 
+    path: str
     states: int
     scales: int
     checksum: int
@@ -49,7 +50,6 @@ class Job(NamedTuple):
     Several writers share it: each writes every `writers`-th row, from its own number on.
     """
 
-    path: str
     slot: int
     writers: int
     tokens: int
@@ -149,7 +149,7 @@ def write_pass(job: Job, number: int, arrays: dict[str, Array]) -> Done:
     ids, positions = (arrays[name][: job.tokens, 0] for name in ("token_ids", "positions"))
     states = arrays["states"].reshape(-1)[: job.tokens * job.state_bytes].reshape(job.tokens, job.state_bytes)
     written, rejected = [], []
-    descriptor = os.open(job.path, os.O_WRONLY)
+    files: dict[str, int] = {}
     try:
         for key, start, end in find_rows(ids, positions, job.wanted)[number :: job.writers]:
             finite = arrays["finite"][start:end]
@@ -157,10 +157,14 @@ def write_pass(job: Job, number: int, arrays: dict[str, Array]) -> Done:
                 rejected.append((key, int(np.flatnonzero(~finite.all(axis=0))[0])))
                 continue
             for place in job.wanted[key].places:
-                write_row(descriptor, place, states[start:end], arrays["scales"][start:end] if job.scaled else None)
+                if place.path not in files:
+                    files[place.path] = os.open(place.path, os.O_WRONLY)
+                scales = arrays["scales"][start:end] if job.scaled else None
+                write_row(files[place.path], place, states[start:end], scales)
             written.append(key)
     finally:
-        os.close(descriptor)
+        for descriptor in files.values():
+            os.close(descriptor)
     return Done(job.slot, written, rejected)
 
 

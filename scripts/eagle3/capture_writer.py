@@ -45,14 +45,15 @@ class Batch:
             key, tokens = file.shard.row_keys[index], file.shard.offsets[index + 1] - file.shard.offsets[index]
             self.wanted.setdefault(key, Wanted(tokens, [])).places.append(file.place(index))
         self.problem: str | None = None
-        self.passes = 0
+        # the engine has computed all of it; forward passes that may hold rows of it and are not written yet
+        self.computed, self.passes = False, 0
         self._written: set[str] = set()
         self._rejected: dict[str, int] = {}
 
     def add(self, done: Done) -> None:
-        """A part of a forward pass has been written."""
-        self._written |= set(done.written)
-        self._rejected |= dict(done.rejected)
+        """A part of a forward pass has been written, with rows of this batch and of its neighbours."""
+        self._written |= self.wanted.keys() & set(done.written)
+        self._rejected |= {key: layer for key, layer in done.rejected if key in self.wanted}
         if done.error:
             self.problem = self.problem or str(cannot_write(self.path, OSError(done.error)))
 
@@ -73,7 +74,7 @@ class Batch:
 class _Copy(NamedTuple):
     """A forward pass on its way to the host; the device's tensors are held until the event has happened."""
 
-    batch: Batch
+    batches: list[Batch]
     slot: int
     tokens: int
     held: list[torch.Tensor]
@@ -136,33 +137,35 @@ class CaptureWriter:
         arrays = [self._layout.arrays(self._memory, slot) for slot in range(SLOTS)]
         self._slots = [{name: torch.from_numpy(array) for name, array in slot.items()} for slot in arrays]
         self._free = list(range(SLOTS))
-        self._written: dict[int, tuple[Batch, int]] = {}  # slot -> whose pass it is, and how many writers are at it
+        self._written: dict[int, tuple[list[Batch], int]] = {}  # slot -> whose pass it is, and how many writers are at it
         self._copies: deque[_Copy] = deque()
         self._running: deque[Batch] = deque()
-        self._batch: Batch | None = None
         self._file: ShardWriter | None = None
         self._stream: Any = None
         self._broken: str | None = None  # why nothing can be written any more: a writing process is gone
 
     def expect(self, path: Path, indices: Sequence[int], layer_ids: Sequence[int]) -> None:
-        """The forward passes from now on are those of these rows of the shard file at `path`."""
-        self._end_batch()
+        """The forward passes from now on may hold these rows of the shard file at `path` too: a batch."""
         if self._file is None or not self._file.same_file(path):
             self._file = ShardWriter(path)
-        self._batch = Batch(self._file, indices, layer_ids)
+        self._running.append(Batch(self._file, indices, layer_ids))
 
     def fail(self, problem: str) -> None:
-        """Something is wrong with the batch that runs; its result says so."""
-        if self._batch is not None:
-            self._batch.problem = self._batch.problem or problem
+        """Something is wrong with the batches that run; their results say so."""
+        for batch in self._computing():
+            batch.problem = batch.problem or problem
+
+    def _computing(self) -> list[Batch]:
+        return [batch for batch in self._running if not batch.computed]
 
     def take(self, token_ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
         """One forward pass: ids and positions [tokens], one state [tokens, hidden] per layer; waits for room in the ring."""
-        batch, tokens = self._batch, len(token_ids)
-        if batch is None or self._broken:  # a warm-up of the engine; or it is told with the results, outside of the engine
+        batches, tokens = self._computing(), len(token_ids)
+        if not batches or self._broken:  # a warm-up of the engine; or it is told with the results, outside of the engine
             return
+        batch = batches[0]
         width = sum(state.shape[1] for state in states) * batch.dtype.itemsize
-        if tokens > self._layout.max_tokens or width != batch.state_bytes:
+        if tokens > self._layout.max_tokens or any(width != each.state_bytes for each in batches):
             given, expected = (tokens, width), (self._layout.max_tokens, batch.state_bytes)
             self.fail(f"capture: a forward pass of {given} tokens and bytes a token, expected at most {expected}")
             return
@@ -174,13 +177,14 @@ class CaptureWriter:
         found |= {"finite": finite} | ({} if scales is None else {"scales": scales})
         try:
             self._pump(wait_for_room=True)
-            self._start_copy(batch, self._free.pop(), {**found, "states": numbers})
+            self._start_copy(batches, self._free.pop(), {**found, "states": numbers})
         except StageError as error:
             self._broken = str(error)
 
-    def results(self, wait: bool) -> list[dict[str, Any]]:
-        """Ends the batch that runs; results of the oldest batches, of those that are written or of all."""
-        self._end_batch()
+    def results(self, wait: bool, computing: int = 0) -> list[dict[str, Any]]:
+        """Results of the oldest batches: of those that are written, or of all. The newest `computing` are not computed yet."""
+        for batch in list(self._running)[: len(self._running) - computing]:
+            batch.computed = True
         try:
             found = [] if self._broken else self._ended_batches(wait)
         except StageError as error:
@@ -190,7 +194,7 @@ class CaptureWriter:
     def _ended_batches(self, wait: bool) -> list[dict[str, Any]]:
         self._pump()
         found = []
-        while self._running and (wait or not self._running[0].passes):
+        while self._running and self._running[0].computed and (wait or not self._running[0].passes):
             while self._running[0].passes:
                 self._wait()
             found.append(self._running.popleft().result())
@@ -206,17 +210,12 @@ class CaptureWriter:
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(_address(self._memory))
 
-    def _end_batch(self) -> None:
-        if self._batch is not None:
-            self._running.append(self._batch)
-        self._batch = None
-
-    def _start_copy(self, batch: Batch, slot: int, found: dict[str, torch.Tensor]) -> None:
+    def _start_copy(self, batches: list[Batch], slot: int, found: dict[str, torch.Tensor]) -> None:
         """Copies on a stream of its own: the engine's next kernels do not wait for it."""
-        tokens, event = len(found["states"]), None
+        tokens, event, state_bytes = len(found["states"]), None, batches[0].state_bytes
         targets = {name: array[:tokens] for name, array in self._slots[slot].items() if name in found}
         # a file's states may be narrower than the ring is made for
-        targets["states"] = self._slots[slot]["states"].view(-1)[: tokens * batch.state_bytes].view(tokens, batch.state_bytes)
+        targets["states"] = self._slots[slot]["states"].view(-1)[: tokens * state_bytes].view(tokens, state_bytes)
         found["states"] = found["states"].view(tokens, -1).view(torch.uint8)
         if found["states"].is_cuda:
             self._stream = self._stream or torch.cuda.Stream()
@@ -227,8 +226,9 @@ class CaptureWriter:
                 targets[name].copy_(source.view(tokens, -1), non_blocking=True)
             if event:
                 event.record()
-        batch.passes += 1
-        self._copies.append(_Copy(batch, slot, tokens, list(found.values()), event))
+        for batch in batches:
+            batch.passes += 1
+        self._copies.append(_Copy(batches, slot, tokens, list(found.values()), event))
         self._pump()
 
     def _pump(self, wait_for_room: bool = False) -> None:
@@ -256,18 +256,22 @@ class CaptureWriter:
         ready: list[Any] = wait(list(busy), timeout) if busy else []
         for connection in ready:
             done = busy[connection].take()
-            batch, left = self._written[done.slot]
-            batch.add(done)
-            self._written[done.slot] = batch, left - 1
+            batches, left = self._written[done.slot]
+            self._written[done.slot] = batches, left - 1
+            for batch in batches:
+                batch.add(done)
+                batch.passes -= left == 1
             if left == 1:
-                batch.passes -= 1
                 self._free.append(done.slot)
         return ready
 
     def _send(self, copy: _Copy) -> None:
-        batch, scaled = copy.batch, copy.batch.dtype == DTYPES["fp8"]
-        job = Job(str(batch.path), copy.slot, len(self._writers), copy.tokens, batch.state_bytes, scaled, batch.wanted)
-        self._written[copy.slot] = batch, len(self._writers)
+        first, wanted = copy.batches[0], dict(copy.batches[0].wanted)
+        for batch in copy.batches[1:]:  # a row that two of them ask for, in two shards, is written for both
+            for key, row in batch.wanted.items():
+                wanted[key] = Wanted(row.tokens, [*wanted[key].places, *row.places]) if key in wanted else row
+        job = Job(copy.slot, len(self._writers), copy.tokens, first.state_bytes, first.dtype == DTYPES["fp8"], wanted)
+        self._written[copy.slot] = copy.batches, len(self._writers)
         pickled = ForkingPickler.dumps(job)
         for writer in self._writers:
             writer.send(pickled)

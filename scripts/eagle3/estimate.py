@@ -24,8 +24,6 @@ from scripts.eagle3.estimate_facts import Rate, Table, TargetFacts, active_param
 from scripts.eagle3.shards import bytes_per_state
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
-# the rule starts train_draft once, without a launcher
-TRAINING_PROCESSES = 1
 # of a stored token besides its states: id and loss mask; of a row: key, offset and checksum
 TOKEN_BYTES, ROW_BYTES = 5, 60
 
@@ -260,7 +258,7 @@ class Estimator:
         trained = [passes * part.tokens.value for part in self.data.parts] if self.rolling else [tokens.value] * len(segments)
         work = [each + validation for each in trained]
         passed = settings.ttt_steps * self.draft.passed
-        speed = rate(self.table, "train", self.place.hardware, self._one_gpu, self.facts.name, passed)
+        speed = rate(self.table, "train", self.place.hardware, self.place.training_gpus, self.facts.name, passed)
         start = self.machine.job_start_s + self.machine.training_start_s
         spent = [benchmark_seconds(self._benchmark(name, str(segment))) for segment in segments]
         whole = [end and not self.finished.continued(segment) for segment, end in zip(segments, done, strict=True)]
@@ -376,7 +374,7 @@ class Estimator:
 
     @property
     def _one_gpu(self) -> int:
-        return min(TRAINING_PROCESSES, self.place.gpus)
+        return min(1, self.place.gpus)
 
     def _decode(self, concurrency: int) -> Rate:
         return rate(self.table, "decode", self.place.hardware, self.place.gpus, self.facts.name, self.active, concurrency)

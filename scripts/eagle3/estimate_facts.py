@@ -278,7 +278,8 @@ def rate(
 
     Taken is the entry that is nearest in work, then on the same hardware, then nearest in concurrency, then the slowest.
     It is multiplied by its own work over this one, by GPUs over its GPUs, by the ratio of memory bandwidth (decode) or of
-    arithmetic (prefill, train), by concurrency below its own, and, on other hardware or for another size, by `safety`.
+    arithmetic (prefill, train), by concurrency below its own, and, on other hardware or for another size, by `safety`; that
+    more GPUs than measured train as many times as fast is not known either.
     """
     machine = table.machine(hardware)
     hardware = hardware.lower()
@@ -300,7 +301,7 @@ def rate(
     factor = more_work(best) * (gpus / best.gpus if gpus else 1) * getattr(machine, bound) / getattr(other, bound)
     if concurrency and best.concurrency:
         factor *= min(1.0, concurrency / best.concurrency)
-    near = best.hardware == hardware and abs(math.log(more_work(best))) < 0.05
+    near = best.hardware == hardware and abs(math.log(more_work(best))) < 0.05 and (stage != "train" or gpus <= best.gpus)
     if near and best.target == target and 0.95 < factor < 1.05:
         return Rate(best.tokens_per_s * factor, "measured", best.source)
     if not near:

@@ -38,6 +38,45 @@ def states_provenance(target: Target, dtype: str) -> dict[str, Any]:
     }
 
 
+class Feed:
+    """Gives an engine the next batch of rows while it computes the one before: it never waits for rows, and holds no more."""
+
+    def __init__(self, llm: Any) -> None:
+        self.engine = llm.llm_engine
+        self._fed = 0
+        self._unfinished: deque[set[str]] = deque()  # names of the requests of each batch
+
+    def put(self, rows: Sequence[TokenRow]) -> None:
+        """Returns when nothing but these rows is left to compute."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        names = [f"row-{self._fed + number}" for number in range(len(rows))]
+        self._fed += len(rows)
+        for name, row in zip(names, rows, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": row.input_ids.tolist()}, parameters)
+        self._unfinished.append(set(names))
+        self._compute(1)
+
+    def drain(self) -> None:
+        """Computes what is left."""
+        self._compute(0)
+
+    def batches(self) -> int:
+        """How many of the last batches are not computed."""
+        return len(self._unfinished)
+
+    def _compute(self, left: int) -> None:
+        """Until no more than the last `left` batches are unfinished."""
+        while len(self._unfinished) > left:
+            for output in self.engine.step():
+                if output.finished:
+                    for names in self._unfinished:
+                        names.discard(output.request_id)
+            while self._unfinished and not self._unfinished[0]:
+                self._unfinished.popleft()
+
+
 class Extractor:
     """A loaded target whose states are captured."""
 
@@ -54,6 +93,7 @@ class Extractor:
             if "error" in answer:
                 raise StageError(f"{target.path}: {answer['error']}")
         self.installed: dict[str, str] = answers[0]
+        self._feed = Feed(llm)
 
     def start(self, rows: Sequence[TokenRow], path: Path, indices: Sequence[int], **sampling: Any) -> list[Any]:
         """Computes `rows` into the places `indices` of the shard file at `path`; returns the engine's outputs.
@@ -68,12 +108,21 @@ class Extractor:
         outputs: list[Any] = self.llm.generate(prompts, parameters, use_tqdm=False)
         return outputs
 
+    def feed(self, rows: Sequence[TokenRow], path: Path, indices: Sequence[int]) -> None:
+        """As `start`, but without outputs, and returns when nothing but these rows is left to compute."""
+        self.llm.collective_rpc("capture_expect", args=(str(path), list(indices)))
+        self._feed.put(rows)
+
+    def drain(self) -> None:
+        """Computes what was fed."""
+        self._feed.drain()
+
     def results(self, wait: bool = False) -> list[dict[str, Any]]:
-        """Of the oldest started batches: those that are written, or all. StageError where one failed.
+        """Of the oldest computed batches: those that are written, or all. StageError where one failed.
 
         A result is {"path", "keys", "rejected": [[row_key, layer, reason]]}.
         """
-        answers = self.llm.collective_rpc("capture_results", args=(wait,))
+        answers = self.llm.collective_rpc("capture_results", args=(wait, self._feed.batches()))
         results: list[dict[str, Any]] = next((answer for answer in answers if answer), [])
         for result in results:
             if "error" in result:
@@ -222,20 +271,22 @@ def run_batches(part: Part, extractor: Extractor, batches: Sequence[Batch]) -> N
                 if future.done():
                     future.result()  # a full disk must not wait for the last batch
 
-        def start(batch: Batch, path: Path, lacking: dict[str, list[int]]) -> None:
+        def feed(batch: Batch, path: Path, lacking: dict[str, list[int]]) -> None:
             places = [place for key in batch.keys for place in lacking.get(key, [])]
-            extractor.start([part.rows[key] for key in batch.keys], path, places)
             running.append(batch)
+            extractor.feed([part.rows[key] for key in batch.keys], path, places)
 
         for shard, of_shard in groupby(batches, key=lambda batch: batch.shard):
             grown = part.grow(shard)
             for batch in of_shard:
-                start(batch, *grown)
+                feed(batch, *grown)
                 enter(extractor.results())
+        extractor.drain()
         enter(extractor.results(wait=True))
         for batch in doubtful:
             extractor.clear_cache()
-            start(batch, *part.grow(batch.shard))
+            feed(batch, *part.grow(batch.shard))
+            extractor.drain()
             enter(extractor.results(wait=True), again=False)
     for future in finished:
         future.result()

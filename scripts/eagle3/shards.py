@@ -181,7 +181,7 @@ class ShardWriter:
             self._places[name] + start * self._token_bytes[name] if name in self._places else 0 for name in STATES
         )
         checksum = zlib.crc32(_bytes(row.loss_mask), zlib.crc32(_bytes(row.token_ids)))
-        return Place(states, scales, self._places["row_crc32"] + 8 * index, checksum)
+        return Place(str(self.shard.path), states, scales, self._places["row_crc32"] + 8 * index, checksum)
 
     def put(self, index: int, states: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         """Writes the states [tokens, layers, hidden] of row `index`; from then on it counts as written. Raises OSError."""

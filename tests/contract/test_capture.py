@@ -81,6 +81,25 @@ def test_a_row_that_was_not_computed_is_refused(llama: Extractor, tmp_path: Path
     assert [Shard(path).written(index) for index in range(4)] == [False, False, False, True]
 
 
+def test_rows_that_are_fed_while_others_are_computed_end_up_in_their_places(llama: Extractor, tmp_path: Path) -> None:
+    rows, files = make_rows(seed=7), []
+    alone, _ = captured(llama, rows, tmp_path / "alone.pt")
+    results = []
+    for number, chosen in enumerate((rows[:2], rows[2:3], rows[3:], rows[:1])):
+        (tmp_path / str(number)).mkdir()
+        files.append(make_shard(llama, chosen, tmp_path / str(number)))
+        llama.feed(chosen, files[-1], range(len(chosen)))
+        results += llama.results()
+        assert number or not results  # nothing has been computed yet: the engine waits for company
+    llama.drain()
+    results += llama.results(wait=True)
+    assert [result["path"] for result in results] == list(map(str, files))
+    found = [row for path in files for row in Shard(path)]
+    for row, expected in zip(found, [*alone, alone[0]], strict=True):
+        assert row.key == expected.key
+        assert relative_error(row.hidden_states[:, -1], expected.hidden_states[:, -1]).max() < 1e-4
+
+
 def make_shard(extractor: Extractor, rows: list[TokenRow], folder: Path) -> Path:
     """A shard with room for the rows' states."""
     tokens = [shard_tokens(row) for row in rows]

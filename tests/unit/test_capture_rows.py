@@ -118,6 +118,29 @@ def test_many_forward_passes_of_many_batches_end_up_in_their_places(tmp_path: Pa
         assert [row.hidden_states[:, 0, 0].tolist() for row in Shard(tmp_path / name)] == rows
 
 
+def test_a_pass_may_hold_rows_of_two_batches_and_files(tmp_path: Path) -> None:
+    for name, rows in (("shard-0.pt", [[5, 6], [8, 9]]), ("shard-1.pt", [[1, 2, 3], [5, 6]])):
+        make_shard(tmp_path / name, rows)
+    writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
+
+    def take(*ids: int, positions: list[int]) -> None:
+        state = torch.tensor(ids).float()[:, None].expand(-1, HIDDEN)
+        writer.take(torch.tensor(ids), torch.tensor(positions), [state, -state])
+
+    writer.expect(tmp_path / "shard-0.pt", [0, 1], LAYERS)
+    take(5, 6, positions=[0, 1])
+    writer.expect(tmp_path / "shard-1.pt", [0, 1], LAYERS)
+    assert writer.results(wait=True, computing=2) == []
+    take(8, 9, 1, 2, 3, positions=[0, 1, 0, 1, 2])
+    (first,) = writer.results(wait=True, computing=1)
+    assert first["path"].endswith("shard-0.pt") and len(first["keys"]) == 2
+    take(5, 6, positions=[0, 1])
+    (second,) = writer.results(wait=True)
+    assert second["path"].endswith("shard-1.pt") and len(second["keys"]) == 2
+    assert [row.hidden_states[:, 0, 0].tolist() for row in Shard(tmp_path / "shard-0.pt")] == [[5, 6], [8, 9]]
+    assert [row.hidden_states[:, 0, 0].tolist() for row in Shard(tmp_path / "shard-1.pt")] == [[1, 2, 3], [5, 6]]
+
+
 def test_states_in_float8_come_back_within_its_rounding(tmp_path: Path) -> None:
     path = make_shard(tmp_path / "shard-0.pt", [[5, 6, 7]], DTYPES["fp8"])
     states = [torch.randn(3, HIDDEN) * torch.tensor([[1e-3], [1.0], [1e5]]), torch.zeros(3, HIDDEN)]
