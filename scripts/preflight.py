@@ -185,7 +185,7 @@ def check_tensor_parallel(target: Target, config: Config, gpus: int) -> str:
 
 
 def check_training_memory(target: Target, config: Config, elsewhere: bool) -> str:
-    """A training step fits on the smallest of the GPUs here; training is one process."""
+    """A training step fits on the smallest of the GPUs here, if the job gets them all: it then checks what it got."""
     gpus = list_gpus()
     if not gpus or elsewhere or os.environ.get("EAGLE3_ENV", "cpu").startswith("cpu"):
         raise Skipped("trained without a GPU of this machine: each training job checks its own")
@@ -196,7 +196,7 @@ def check_training_memory(target: Target, config: Config, elsewhere: bool) -> st
             "draft_vocab_size": config.vocabulary.draft_vocab_size,
         }
     )
-    return check_memory(shape, config.training, 1, min(gpu.total_mib for gpu in gpus) * MIB)
+    return check_memory(shape, config.training, len(gpus), min(gpu.total_mib for gpu in gpus) * MIB)
 
 
 def check_served_norms(draft: Draft) -> str:

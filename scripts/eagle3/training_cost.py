@@ -117,10 +117,12 @@ def needed_bytes(shape: DraftShape, settings: Training, processes: int = 1) -> i
 def check_memory(shape: DraftShape, settings: Training, processes: int, device_bytes: int) -> str:
     """StageError where a step of `batch_tokens` does not fit on the device; else what it needs, in words."""
     needed = needed_bytes(shape, settings, processes)
-    said = f"a step of training.batch_tokens {settings.batch_tokens} needs about {needed / 1e9:.1f} GB on each GPU"
+    said = (
+        f"a step of training.batch_tokens {settings.batch_tokens} needs about {needed / 1e9:.1f} GB on each of {processes} GPUs"
+    )
     if needed > device_bytes:
         raise StageError(
-            f"{said}, which has {device_bytes / 1e9:.1f} GB; lower training.batch_tokens (longer rows are cut), or take "
-            "a GPU with more memory"
+            f"{said}, of which one has {device_bytes / 1e9:.1f} GB; lower training.batch_tokens (longer rows are cut), raise "
+            "training.zero_stage, or take more or larger GPUs"
         )
     return said

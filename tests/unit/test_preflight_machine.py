@@ -327,6 +327,8 @@ def test_training_that_does_not_fit_on_a_gpu_is_red_with_the_needed_figure(drive
     driver(gpu(), gpu(total=64))
     assert asked().state == "skipped"  # jobs run in the CPU environment
     monkeypatch.setenv("EAGLE3_ENV", "cuda")
-    assert_red(asked(), "batch_tokens 8192 needs about 0.2 GB", "which has 0.1 GB", "lower training.batch_tokens")
+    assert_red(
+        asked(), "batch_tokens 8192 needs about 0.2 GB", "on each of 2 GPUs", "one has 0.1 GB", "lower training.batch_tokens"
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert asked().state == "green"

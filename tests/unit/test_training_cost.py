@@ -75,7 +75,7 @@ def test_memory_of_training_is_shared_out_as_zero_does():
 
 def test_training_that_does_not_fit_is_refused_with_the_needed_figure():
     settings = training(ttt_steps=4, dtype="bfloat16", zero_stage=1, batch_tokens=8192)
-    words = r"batch_tokens 8192 needs about 30.3 GB on each GPU, which has 24.0 GB; lower training.batch_tokens"
+    words = r"batch_tokens 8192 needs about 30.3 GB on each of 1 GPUs, of which one has 24.0 GB; lower training.batch_tokens"
     with pytest.raises(StageError, match=words):
         check_memory(KIMI, settings, 1, 24 * 10**9)
     assert "about 30.3 GB" in check_memory(KIMI, settings, 1, 32 * 10**9)
