@@ -63,6 +63,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "vocab-32000": {"vocabulary": {"draft_vocab_size": 32000}},
     "norm_before_fc": {"draft": {"norm_before_fc": True}},
     "plain-residual": {"draft": {"norm_before_residual": False}},
+    "muon": {"training": {"optimizer": "muon"}},
 }
 COMBINED = "ttt5+lr-2e-3+cosine+batch-2048+lk_hybrid+norm_before_fc+vocab-16384"
 # tokens that the draft is served with

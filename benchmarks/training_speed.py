@@ -32,6 +32,7 @@ from scripts.eagle3.engine import on_cpu
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import read_json, sha256_file, write_json
 from scripts.eagle3.layers import captured_layer_ids
+from scripts.eagle3.training_cost import DraftShape, peak_flops, step_flops
 
 if TYPE_CHECKING:
     from scripts.eagle3.packing import TrainingRows
@@ -54,8 +55,6 @@ SMALL_WIDTHS = {
 MASKED = 0.6
 # shown side by side, ours first
 COMPARED = ("tokens_per_s", "mfu", "peak_gb", "peak_warm_gb", "loss", "first_losses", "last_losses")
-# dense bfloat16, by NVIDIA's data sheet
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 
 
 class Place(NamedTuple):
@@ -205,7 +204,7 @@ class Watch:
         counted = [number for number in range(self.warm, len(self.times)) if number not in self.first]
         seconds = [self.times[number] - self.times[number - 1] for number in counted]
         tokens, flops = (sum(values[number] for number in counted) for values in (self.tokens, self.flops))
-        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
+        peak = peak_flops(device, "bfloat16")
         losses = np.array(self.losses)
         return {
             **{"steps": len(self.times), "counted_steps": len(counted), "tokens": sum(self.tokens)},
@@ -221,35 +220,11 @@ class Watch:
         }
 
 
-def step_flops(config: dict[str, Any], lengths: np.ndarray[Any, Any], supervised: np.ndarray[Any, Any]) -> float:
-    """Floating point operations that one optimiser step needs, whoever makes it.
-
-    lengths: positions of each row; supervised [K]: how many positions take a loss at each TTT step. A product with a trained
-    matrix counts three times (forward, and the gradients of input and weight), with the draft's frozen head twice, with the
-    target's once. Heads count at supervised positions only; recomputation, embeddings and norms do not count.
-    """
-    layer = config["transformer_layer_config"]
-    hidden, heads, head_dim = layer["hidden_size"], layer["num_attention_heads"], layer["head_dim"]
-    steps, positions = len(supervised), float(lengths.sum())
-    queries, keys = heads * head_dim, layer["num_key_value_heads"] * head_dim
-    rest = queries * hidden + 3 * hidden * layer["intermediate_size"]
-    # the first layer reads the embedding beside the state
-    count = layer["num_hidden_layers"]
-    layers = (count + 1) * hidden * (queries + 2 * keys) + count * rest
-    # scores and values, each of two operations for half of the pairs
-    attention = count * 2 * queries * float((lengths.astype(float) ** 2).sum())
-    projection = len(config["eagle_aux_hidden_state_layer_ids"]) * hidden * hidden
-    head = 2 * hidden * config["draft_vocab_size"]
-    # the states are given: no gradient goes through the projection to them
-    trained = 2 * positions * 2 * projection + 3 * steps * (2 * positions * layers + attention)
-    return trained + head * (2 * float(supervised.sum()) + float(supervised[0]))
-
-
 def watch_of(place: Place, rows: "TrainingRows", settings: Training) -> tuple[Watch, list[list[Any]]]:
     """The watch for a run over the batches of speculators' sampler, and these."""
     packs = speculators_trainer.batches(rows, settings, settings.segments)
-    config = read_json(place.files.config)
-    flops = [step_flops(config, rows.positions[pack], rows.supervised[pack].sum(0)) for batches in packs for pack in batches]
+    shape = DraftShape.of(read_json(place.files.config))
+    flops = [step_flops(shape, rows.positions[pack], rows.supervised[pack]) for batches in packs for pack in batches]
     return Watch(packs, flops), packs
 
 

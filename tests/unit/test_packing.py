@@ -1,5 +1,8 @@
 """Packing for training: every row once, rows apart, cut ones counted, shards of another origin refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -131,3 +134,30 @@ def test_read_ahead_keeps_the_training_order(rows):
     packs = pack_rows(rows, (0, 0))
     keys = [[row.key for row in batch.rows] for batch in read_ahead(rows, packs)]
     assert keys == [[rows.row(number).key for number in pack] for pack in packs]
+
+
+HELD = """
+import sys
+from pathlib import Path
+from scripts.eagle3.packing import TrainingRows, open_shards, pack_rows, read_ahead
+
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) * 1024
+
+rows = TrainingRows(open_shards([Path(sys.argv[1])], [2, 4, 5, 8]), 3, 512)
+batches = read_ahead(rows, pack_rows(rows, (0,)))
+next(batches)  # what threads and allocators need
+before, peak = held(), 0
+for batch in batches:
+    peak = max(peak, held() - before)
+print(peak)
+"""
+
+
+def test_a_pass_over_a_shard_never_holds_more_than_a_few_batches_of_it(tmp_path, tiny_llama):
+    path = write_states(tmp_path / "shard-0.pt", tiny_llama, [random_row(tiny_llama, 400, seed) for seed in range(120)])
+    batch = 512 * 4 * 256 * 4  # tokens, layers, hidden size, bytes
+    assert path.stat().st_size > 80 * batch
+    ended = subprocess.run([sys.executable, "-c", HELD, str(path)], capture_output=True, text=True, check=True)
+    assert 0 < int(ended.stdout) < 16 * batch
