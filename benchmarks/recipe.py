@@ -87,7 +87,8 @@ def changed(name: str, passes: int, vocab_size: int) -> dict[str, dict[str, Any]
             raise StageError(f"--recipes {name}: no recipe {part}; expected some of {' '.join(RECIPES)}, joined by +")
         for section, values in RECIPES[part].items():
             sections[section] |= values
-    sections["training"] |= {"segments": passes, "dtype": "float32" if on_cpu() else "bfloat16"}
+    place = {"dtype": "float32", "zero_stage": 0} if on_cpu() else {"dtype": "bfloat16", "zero_stage": 1}
+    sections["training"] |= {"segments": passes, **place}
     sections["vocabulary"]["draft_vocab_size"] = min(vocab_size, sections["vocabulary"]["draft_vocab_size"])
     return sections
 
