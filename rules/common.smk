@@ -81,6 +81,11 @@ def target_manifest():
     return [local(f"{path}/manifest.json")]
 
 
+def passed_canary():
+    """What stands before the first answer: with canary_first, a pipeline that has shown itself on ten rows."""
+    return ancient("<run>/canary/result.json") if CONFIG.canary_first else []
+
+
 def answered_rows(wildcards):
     """What tokenize_conversations reads: the target's own answers, or the data set's."""
     stage = "conversations" if CONFIG.responses == "given" else "responses"

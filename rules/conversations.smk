@@ -35,6 +35,7 @@ rule regenerate_responses:
     """The target answers the prompts of one part itself: one engine load, answers kept as token ids."""
     input:
         target_manifest(),
+        passed_canary(),
         conversations=expand("<run>/conversations/{{part}}/shard-{shard}.parquet", shard=SHARDS),
     output:
         expand("<run>/responses/{{part}}/shard-{shard}.parquet", shard=SHARDS),

@@ -93,7 +93,7 @@ rule train_draft:
         checkpoint_minutes=CONFIG.training.checkpoint_minutes,
         keep_checkpoints=CONFIG.training.keep_checkpoints,
     params:
-        code=[code("train_draft"), code("per_gpu")],
+        code=code("train_draft"),
         target=as_json(CONFIG.target),
         training=as_json(CONFIG.training),
         vocabulary=lambda wildcards, input: folder(input.vocabulary),

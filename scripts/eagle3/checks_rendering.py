@@ -79,8 +79,9 @@ def compare(name: str, ours: list[int], theirs: list[int], tokenizer: Any) -> No
 
 
 def local_conversations(config: Config) -> Iterator[tuple[str, list[Message], list[dict[str, Any]] | None]]:
-    """(name, messages, tools) of the rows that would be taken, source by source, where the source is a file."""
-    paths = [source for source in config.conversations.train if Path(source.path).is_file()]
+    """(name, messages, tools) of the rows that would be taken, source by source, where the source is a file: suites too."""
+    sources = [*config.conversations.train, *config.conversations.evaluation.values()]
+    paths = [source for source in sources if Path(source.path).is_file()]
     each = -(-COMPARED // max(1, len(paths)))
     for source in paths:
         for number, raw in islice(read_source(source), each):

@@ -33,6 +33,9 @@ class Target(Section):
 
     path: str = Field(pattern=NO_HOME, description="Folder with the target's config.json, weights and tokenizer, or a hub id.")
     revision: str | None = Field(None, description="Commit, for a hub id.")
+    architecture: str | None = Field(
+        None, description="Expected among `architectures` of the target's config.json; null: any. Tells sister models apart."
+    )
     num_hidden_layers: int = Field(ge=2, description="Decoder layers n; compared with the target's config.json.")
     aux_layer_ids: list[int] = Field(
         default_factory=list,
@@ -363,6 +366,9 @@ class Config(Section):
     gate: Gate = Field(default_factory=Gate)
     storage: Storage = Field(default_factory=Storage, exclude=True)
     production: Production | None = Field(None, exclude=True, description="The server that makes room; null: there is none.")
+    canary_first: bool = Field(
+        False, description="No answer is asked for before the canary has passed. Set it before the run begins, or leave it."
+    )
     grace_s: int = Field(
         120, ge=1, exclude=True, description="Seconds that running jobs get to save and end when Snakemake is asked to stop."
     )

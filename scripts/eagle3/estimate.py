@@ -23,6 +23,8 @@ from scripts.eagle3.estimate_done import STATES_STAGE, Finished, benchmark_secon
 from scripts.eagle3.estimate_facts import Rate, Table, TargetFacts, active_parameters, draft_size, rate
 from scripts.eagle3.shards import bytes_per_state
 
+# of the target by the canary: for answers, states, and serving without and with the head
+CANARY_LOADS = 4
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 # of a stored token besides its states: id and loss mask; of a row: key, offset and checksum
 TOKEN_BYTES, ROW_BYTES = 5, 60
@@ -136,7 +138,7 @@ class Estimator:
     def plan(self) -> list[StagePlan]:
         """All stages in order."""
         for make in (
-            self._fetch, self._collect, self._regenerate, self._tokenize, self._extract, self._prepare_draft,
+            self._fetch, self._collect, self._canary, self._regenerate, self._tokenize, self._extract, self._prepare_draft,
             self._train, self._select, self._export, self._evaluate, self._simulate, self._report,
         ):  # fmt: skip
             stage = make()
@@ -333,6 +335,15 @@ class Estimator:
             "simulate_acceptance", [job], len(suites) * self.disk.file, ["evaluation/simulated"], rate=speed,
             gpus=self.place.gpus, extra=states, rows_in=self.data.evaluation.turns, tokens_in=tokens,
         )  # fmt: skip
+
+    def _canary(self) -> StagePlan | None:
+        if not self.config.canary_first:
+            return None
+        done = (self.place.run / "canary/result.json").is_file()
+        seconds = self.machine.job_start_s + CANARY_LOADS * self.engine_s + self.machine.training_start_s
+        job = self._job("canary", self._benchmark("canary"), seconds, done)
+        checkpoint = (4 + 3 * 4) * self.draft.trained  # weights, and what they are resumed from, in float32
+        return self._stage("canary", [job], checkpoint, ["canary"], gpus=self.place.gpus)
 
     def _report(self) -> StagePlan:
         names = {"compare_methods": "evaluation/summary.json", "report": "report.html", "check_gate": "gate.passed"}

@@ -17,6 +17,7 @@ from scripts.eagle3.presets import SHAPE
 from scripts.eagle3.third_party import (
     FIRST,
     HEAD,
+    IDS,
     NORM_FLAGS,
     ONLY,
     WEIGHTS,
@@ -46,7 +47,7 @@ def check_initial_head(
     if head.kind == "latent":
         raise StageError(f"{where}: a head with latent attention; expected a Llama head, as the draft is one")
     check_fits(head, target)
-    ids = canonical_ids(head, target)
+    ids = canonical_ids(head, target, advice=f"write the ids of `vllm serve` into its config.json, under {IDS}")
     if ids != target.aux_layer_ids:
         raise StageError(
             f"{where}: trained on states {ids}, this run's draft reads {target.aux_layer_ids}; set target.aux_layer_ids to "

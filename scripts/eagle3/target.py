@@ -62,10 +62,15 @@ def _download(name: str, revision: str | None, files: tuple[str, ...] | None) ->
 
 
 def text_config(target: Target) -> dict[str, Any]:
-    """config.json of the text model (unwrapped from `text_config`), compared with target.num_hidden_layers."""
+    """config.json of the text model (out of `text_config`), compared with target.architecture and num_hidden_layers."""
     path = resolve_folder(target) / "config.json"
     config = read_json(path)
     text = config.get("text_config", config)
+    named = config.get("architectures") or []
+    if target.architecture is not None and target.architecture not in named:
+        raise StageError(
+            f"{path}: architectures is {named}, expected {target.architecture}; another model lies there: mend target.path"
+        )
     expect(
         target.num_hidden_layers,
         text.get("num_hidden_layers"),

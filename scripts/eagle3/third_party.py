@@ -179,7 +179,12 @@ def drafted_ids(head: ForeignHead) -> "torch.Tensor":
     return ids
 
 
-def canonical_ids(head: ForeignHead, target: Target, given: Sequence[int] | None = None) -> list[int]:
+def canonical_ids(
+    head: ForeignHead,
+    target: Target,
+    given: Sequence[int] | None = None,
+    advice: str = "set aux_layer_ids of the method in evaluation.methods, in the numbering of target.aux_layer_ids",
+) -> list[int]:
     """The auxiliary ids in our numbering: as given, or from the config.
 
     Two numberings are in use and a config does not say which is its own. A config of speculators has ours. Else the ids
@@ -188,7 +193,6 @@ def canonical_ids(head: ForeignHead, target: Target, given: Sequence[int] | None
     default layers, in every tool of that family.
     """
     layers, where, written = target.num_hidden_layers, f"{head.folder}/config.json", head.written_ids
-    advice = "set aux_layer_ids of the method in evaluation.methods, in the numbering of target.aux_layer_ids"
     if given:
         ids = list(given)
         if written is not None and (ids != written and (head.kind == "speculators" or to_layer_indices(ids) != written)):

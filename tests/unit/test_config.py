@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from scripts import make_schema
-from scripts.eagle3.config import json_schema, load_config
+from scripts.eagle3.config import Target, json_schema, load_config
 from scripts.eagle3.errors import StageError
+from scripts.eagle3.target import text_config
 
 ROOT = Path(__file__).parents[2]
 MINIMAL: dict[str, Any] = {
@@ -97,3 +98,9 @@ def test_documented_and_accepted_keys_agree():
         with pytest.raises(StageError) as error:
             load_config(with_value(key, object()))
         assert "unknown key" not in str(error.value), key
+
+
+def test_a_sister_model_is_told_by_its_architecture(tiny_llama: Target) -> None:
+    assert text_config(tiny_llama.model_copy(update={"architecture": "LlamaForCausalLM"}))
+    with pytest.raises(StageError, match=r"architectures is \['LlamaForCausalLM'\], expected KimiK25ForConditionalGeneration;"):
+        text_config(tiny_llama.model_copy(update={"architecture": "KimiK25ForConditionalGeneration"}))

@@ -19,7 +19,9 @@ def test_every_rule_watches_the_script_that_it_runs():
         for rule in re.split(r"^rule ", text, flags=re.MULTILINE)[1:]:
             if "    output:" not in rule:  # runs whenever it is asked for
                 continue
-            assert re.findall(r'code\("(\w+)"\)', rule) == re.findall(r"python -m scripts\.(\w+)", rule), path
+            assert re.findall(r'code\("(\w+)"\)', rule) == re.findall(
+                r"python -m (?:scripts\.per_gpu )?scripts\.(\w+)", rule
+            ), path
 
 
 @pytest.mark.parametrize("script", LISTED)

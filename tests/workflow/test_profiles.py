@@ -32,14 +32,18 @@ def test_dry_run_shows_the_whole_run_of_the_profiles_own_configuration(checkout,
     assert "fetch_demo_target" not in planned
 
 
-@pytest.mark.parametrize(("profile", "run"), [("local-rtx6000", "kimi-k2.5-pilot"), ("b300-cluster", "kimi-k2.5-hero")])
-def test_one_artefact_and_the_dag_of_a_profile(checkout, profile, run):
+@pytest.mark.parametrize(
+    ("profile", "run", "before"),
+    [("local-rtx6000", "kimi-k2.5-pilot", {"canary": 1}), ("b300-cluster", "kimi-k2.5-hero", {})],
+)
+def test_one_artefact_and_the_dag_of_a_profile(checkout, profile, run, before):
     planned = jobs(checkout.snakemake("--profile", profile, "-n", f"results/{run}/hidden/part-0/shard-3.pt"))
     assert planned == {
         "collect_conversations": 1,
         "regenerate_responses": 1,
         "tokenize_conversations": 1,
         "extract_hidden_states": 1,
+        **before,
     }
     assert "digraph" in checkout.snakemake("--profile", profile, "--dag")
 
