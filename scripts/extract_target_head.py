@@ -25,6 +25,7 @@ from scripts.eagle3.target import (
     read_tensor,
     resolve_folder,
     text_config,
+    weight_bytes,
 )
 
 
@@ -42,6 +43,8 @@ def run(target: Target, output: Path) -> None:
         "rms_norm_eps": repr(text["rms_norm_eps"]),
     }
     write_atomically(output, lambda unfinished: save_file(tensors, unfinished, metadata))
+    read = sum(tensor.nbytes for tensor in tensors.values())
+    print(f"extract_target_head: {read:,} bytes of {weight_bytes(target):,} in the checkpoint", flush=True)
 
 
 def read_head_tensors(target: Target, text: Mapping[str, Any]) -> dict[str, Any]:

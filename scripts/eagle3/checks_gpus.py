@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from scripts.eagle3.checks import Fault, Line, Skipped, check
 from scripts.eagle3.config import Target
-from scripts.eagle3.files import read_json
 from scripts.eagle3.gpus import FREE_MIB, ask_driver, visible_devices
-from scripts.eagle3.target import INDEX, resolve_folder, text_config
+from scripts.eagle3.target import text_config, weight_bytes
 
 MIB = 1 << 20
 # beside its share of the weights each GPU needs activations and a cache of a few rows: a rule of thumb
@@ -186,14 +185,6 @@ def check_memory(target: Target | None, gpus: Sequence[Gpu], memory_percent: int
     if share > offered:
         raise Fault(said, "give jobs of the target more GPUs or larger ones, or raise gpu_memory_percent in the profile")
     return said
-
-
-def weight_bytes(target: Target) -> int:
-    """Bytes of the target's safetensors files; of a hub id that is not all in the cache yet, what its index says."""
-    folder = resolve_folder(target)
-    here = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    said = read_json(folder / INDEX).get("metadata", {}).get("total_size", 0) if (folder / INDEX).is_file() else 0
-    return max(here, int(said))
 
 
 def check_use(gpus: Sequence[Gpu], asked: Asked) -> str:

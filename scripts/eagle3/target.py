@@ -255,6 +255,14 @@ def read_tensor(target: Target, names: tuple[str, ...]) -> Any | None:
     return None
 
 
+def weight_bytes(target: Target) -> int:
+    """Bytes of the target's safetensors files; of a hub id that is not all in the cache yet, what its index says."""
+    folder = resolve_folder(target)
+    here = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    said = read_json(folder / INDEX).get("metadata", {}).get("total_size", 0) if (folder / INDEX).is_file() else 0
+    return max(here, int(said))
+
+
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open

@@ -94,9 +94,11 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-def test_head_is_read_from_the_two_shards_that_hold_it(kimi, tmp_path):
+def test_head_is_read_from_the_two_shards_that_hold_it(kimi, tmp_path, capsys):
     extract_target_head.run(kimi, tmp_path / "head.safetensors")
     assert_same(load_file(tmp_path / "head.safetensors"), expected_head(kimi))
+    read = 2 * HIDDEN * (2 * VOCABULARY + 1)
+    assert capsys.readouterr().out == f"extract_target_head: {read:,} bytes of {SHARDS * SHARD_BYTES:,} in the checkpoint\n"
 
 
 def test_neither_head_nor_draft_config_needs_the_other_shards(kimi, tmp_path):
