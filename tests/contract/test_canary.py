@@ -237,6 +237,7 @@ def go_on(made: Canary, stage: str) -> float:
         return 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ONLY_CHECKED])
 def test_planted_fault_is_stopped_or_ruins_the_acceptance(sound, fault, tmp_path):
     made = planted(sound, fault, tmp_path)

@@ -115,9 +115,9 @@ def test_every_gpu_job_was_given_its_gpus(run):
         for path in run.glob("logs/**/*.log")
     }
     all_gpus = [EIGHT_GPUS["CUDA_VISIBLE_DEVICES"]]
-    for name in ("regenerate_responses/val", "extract_hidden_states/part-0", "evaluate_method/eagle3"):
+    for name in ("regenerate_responses/val", "extract_hidden_states/part-0", "train_draft/0", "evaluate_method/eagle3"):
         assert granted[Path(f"{name}.log")] == all_gpus
-    assert len(granted[Path("train_draft/0.log")][0].split(",")) == 1
+    assert len(granted[Path("select_checkpoint.log")][0].split(",")) == 1
     assert granted[Path("collect_conversations.log")] == []
 
 
