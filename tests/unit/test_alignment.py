@@ -51,6 +51,10 @@ def test_states_that_are_not_numbers_fail_the_proof(tiny_llama: Target) -> None:
     states = [torch.randn(9, len(LAYERS), 256), torch.full((4, len(LAYERS), 256), float("nan"))]
     with pytest.raises(StageError, match="differ by nan"):
         prove(tiny_llama, [], states, states, LAYERS)
+    one_layer = torch.ones(4, len(LAYERS), 256)
+    one_layer[:, 1] = float("nan")
+    with pytest.raises(StageError, match=r"differ by nan \(.*\) in state 4"):
+        prove(tiny_llama, [], [one_layer], [one_layer], LAYERS)
 
 
 def test_the_figures_are_told_in_one_line() -> None:
