@@ -40,7 +40,7 @@ def make(work: Path, shape: str) -> dict[str, Any]:
 
 
 def parity(work: Path, shape: str, gpus: int) -> dict[str, Any]:
-    """States of the same rows with this many GPUs, kept in `{work}/{shape}/states-{gpus}`; the proof's figures."""
+    """States of the same rows with this many GPUs, kept in `{work}/{shape}/states-{gpus}`."""
     from scripts.eagle3.extraction import extract_rows
 
     folder = work / shape
@@ -78,10 +78,10 @@ def compare(work: Path, shape: str) -> dict[str, Any]:
     return {"shape": shape, "rows": len(errors), "median": medians, "worst_row": worst, "argmax_agreement": same / total}
 
 
-def extract(work: Path, shape: str, tokens: int, gpus: int) -> dict[str, Any]:
-    """Tokens per second of the extraction with tensor parallelism over this many GPUs."""
+def extract(work: Path, shape: str, tokens: int, store: str) -> dict[str, Any]:
+    """Tokens per second of the extraction on the visible GPUs; `store`: the name of its folder below the shape's."""
     folder = work / shape
-    speed = extraction_speed.extract(folder, tokens, BATCH_TOKENS, str(folder / f"speed-{gpus}"), "bfloat16")
+    speed = extraction_speed.extract(folder, tokens, BATCH_TOKENS, str(folder / store), "bfloat16")
     return {"shape": shape, **speed}
 
 
@@ -89,18 +89,8 @@ def side_by_side(work: Path, shape: str, tokens: int) -> dict[str, Any]:
     """Two extractions at once, each on a GPU of its own."""
     jobs = []
     for gpu in "01":
-        step = ["extract", {"shape": shape, "tokens": tokens, "gpus": int(gpu) + 10}]
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.two_gpus",
-            "--work",
-            str(work),
-            "--output",
-            str(work),
-            "--one",
-            json.dumps(step),
-        ]
+        step = json.dumps(["extract", {"shape": shape, "tokens": tokens, "store": f"beside-{gpu}"}])
+        command = [sys.executable, "-m", "benchmarks.two_gpus", "--work", str(work), "--output", str(work), "--one", step]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
         jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
     found = [
@@ -109,6 +99,8 @@ def side_by_side(work: Path, shape: str, tokens: int) -> dict[str, Any]:
         for line in job.communicate()[0].splitlines()
         if line.startswith(RESULT)
     ]
+    if len(found) != len(jobs):
+        raise RuntimeError(f"{len(found)} of {len(jobs)} extractions ended with a result")
     speeds = [each["tokens_per_s"] for each in found]
     return {
         "shape": shape,
@@ -260,7 +252,8 @@ def plan(only: list[str], shapes: list[str], tokens: int) -> list[Step]:
             steps.append(Step("compare", {"shape": shape}, 120))
         if shape in random_target.SHAPES:
             size = {"shape": shape, "tokens": tokens}
-            steps += [Step("extract", {**size, "gpus": 1}, 180, ONE | V1), Step("extract", {**size, "gpus": 2}, 180, TWO | V1)]
+            steps.append(Step("extract", {**size, "store": "on-one"}, 180, ONE | V1))
+            steps.append(Step("extract", {**size, "store": "on-two"}, 180, TWO | V1))
             steps.append(Step("side_by_side", size, 240, V1))
     steps.append(Step("make", {"shape": "kimi-k2.5"}, 120, ONE))
     for stage, dtype in ((1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (0, "float32")):
