@@ -3,7 +3,7 @@
 In: how many layers; one GPU of 141 GB holds eight with all 384 experts in INT4. Out: one JSON line per measurement in
 `{output}/results.jsonl`. Extraction: benchmarks/extraction_speed.py.
 
-    python -m benchmarks.kimi_k25_shape --work /dev/shm/k25 --output results [--layers 8] [--experts 384] [--bfloat16]
+    python -m benchmarks.kimi_k25_shape --work /dev/shm/k25 --output results [--only train --stages 3]
 """
 
 import time
@@ -36,10 +36,12 @@ def target_of(work: Path) -> Target:
     return Target(path=str(work / "target"), num_hidden_layers=layers, aux_layer_ids=AUX, trust_remote_code=True)
 
 
-def train(work: Path, draft: str, zero_stage: int, shapes: list[tuple[int, bool]], dtype: str = "bfloat16") -> dict[str, Any]:
+def train(
+    work: Path, draft: str, zero_stage: int, shapes: list[tuple[int, bool]], dtype: str = "bfloat16", steps: int = STEPS
+) -> dict[str, Any]:
     """Steps of one row of each length with random states, with and without recomputation: a record of each shape.
 
-    The first steps of a shape compile and do not count. A shape that does not fit is recorded as such.
+    WARM_STEPS more compile first and do not count. A shape that does not fit is recorded as such.
     """
     import torch
 
@@ -61,7 +63,7 @@ def train(work: Path, draft: str, zero_stage: int, shapes: list[tuple[int, bool]
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
-            measured = train_steps(engine, folder / "rows.pt", settings.model_copy(update={"batch_tokens": length}))
+            measured = train_steps(engine, folder / "rows.pt", settings.model_copy(update={"batch_tokens": length}), steps)
         except torch.OutOfMemoryError as error:
             measured = {"out_of_memory": str(error).split(". ")[0]}
             engine.optimizer.zero_grad()
@@ -70,7 +72,7 @@ def train(work: Path, draft: str, zero_stage: int, shapes: list[tuple[int, bool]
     return {"records": records}
 
 
-def train_steps(engine: Any, path: Path, settings: Training) -> dict[str, Any]:
+def train_steps(engine: Any, path: Path, settings: Training, steps: int) -> dict[str, Any]:
     """A few optimiser steps of one row of `batch_tokens` each; the states pass through a shard at `path`."""
     import torch
 
@@ -81,7 +83,7 @@ def train_steps(engine: Any, path: Path, settings: Training) -> dict[str, Any]:
 
     length, hidden, layers = settings.batch_tokens, random_target.WIDTHS["hidden_size"], [*AUX, 8]
     rows = []
-    for _ in range(WARM_STEPS + STEPS):
+    for _ in range(WARM_STEPS + steps):
         ids = torch.randint(0, 1000, (length + 1,), dtype=torch.int32)
         states = torch.randn(length + 1, len(layers), hidden, dtype=torch.bfloat16, device="cuda").cpu()
         rows.append(StateRow(row_key(ids.numpy()), ids, torch.arange(length + 1) > (1 - MASKED) * length, states))
@@ -160,17 +162,18 @@ def canary(work: Path, draft: str) -> dict[str, Any]:
 FUNCTIONS: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "canary": canary}
 
 
-def plan(only: list[str]) -> list[Step]:
+def plan(only: list[str], stages: list[int] | None) -> list[Step]:
     """The measurements in order."""
     every = [(length, recompute) for length in (4096, 8192, 16384) for recompute in (True, False)]
     steps = [
         Step("canary", {"draft": "gqa"}, 540),
         Step("train", {"draft": "llama", "zero_stage": 1, "shapes": every}, 420),
-        Step("train", {"draft": "llama", "zero_stage": 3, "shapes": every[2:4]}, 240),
-        Step("train", {"draft": "llama", "zero_stage": 0, "shapes": every[:1], "dtype": "float32"}, 240),
+        Step("train", {"draft": "llama", "zero_stage": 3, "shapes": every}, 420),
+        # without Tensor Cores a step takes ten times as long
+        Step("train", {"draft": "llama", "zero_stage": 0, "shapes": every, "dtype": "float32", "steps": 1}, 420),
         Step("train", {"draft": "gqa", "zero_stage": 1, "shapes": every[2:3]}, 240),
     ]
-    return [step for step in steps if step.name in only]
+    return [step for step in steps if step.name in only and (not stages or step.arguments.get("zero_stage") in stages)]
 
 
 def main() -> None:
@@ -180,6 +183,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=384)
     parser.add_argument("--bfloat16", action="store_true", help="experts in bfloat16 instead of INT4")
     parser.add_argument("--only", nargs="+", default=list(FUNCTIONS), choices=FUNCTIONS)
+    parser.add_argument("--stages", type=int, nargs="+", help="ZeRO stages of `train`; default: all")
     options = parser.parse_args()
     if options.one:
         random_target.register()
@@ -190,7 +194,7 @@ def main() -> None:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         random_target.make(options.work / "target", options.layers, options.experts, not options.bfloat16, device)
-    run_steps("benchmarks.kimi_k25_shape", plan(options.only), options.work, options.output, options.keep_going)
+    run_steps("benchmarks.kimi_k25_shape", plan(options.only, options.stages), options.work, options.output, options.keep_going)
 
 
 if __name__ == "__main__":

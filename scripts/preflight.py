@@ -70,7 +70,7 @@ def run(
         lines += tokenizer_lines(target, config)
         width = 1 if on_cpu else asked.gpus  # of the engine's tensor parallelism
         lines += draft_lines(target, config, width)
-        lines += engine_lines(target, config, width, blind)
+        lines += engine_lines(target, config, run_folder, width, blind)
         lines.append(check("draft", "training memory", lambda: check_training_memory(target, config, asked.elsewhere)))
         lines.insert(1, files)
     return sorted(lines, key=lambda line: SECTIONS.index(line.section))
@@ -126,7 +126,7 @@ def check_listed(target: Target, method: Method) -> str:
     return f"{head.folder}: {head.kind}, {head.draft_vocab_size} tokens, states {ids}"
 
 
-def engine_lines(target: Target, config: Config, gpus: int, blind: bool) -> list[Line]:
+def engine_lines(target: Target, config: Config, run_folder: Path, gpus: int, blind: bool) -> list[Line]:
     """What only vLLM can say about this target on this machine."""
     if blind:
         reason = "vLLM for CUDA, and no GPU here: it chooses when it loads"
@@ -141,7 +141,7 @@ def engine_lines(target: Target, config: Config, gpus: int, blind: bool) -> list
         check("features", "EAGLE-3 interface", lambda: check_eagle3_interface(architecture)),
         check("draft", "norms", lambda: check_served_norms(config.draft)),
         *backend_lines(target, config, gpus, head_dim),
-        *rendering_lines(target, config),
+        *rendering_lines(target, config, run_folder / "conversations"),
     ]
 
 

@@ -1,21 +1,23 @@
 """Our token ids of a conversation against vLLM's own for the same messages, before anything is trained on them.
 
-In: the target and the conversations of local sources. Out: a line of preflight's table. vLLM renders as its server and
-`LLM.chat` do, without an engine; for vLLM 0.32, where an older one has no such renderer the line is skipped.
+In: the target and the conversations that the run has collected, before that those of local sources. Out: a line of
+preflight's table. vLLM renders as its server and `LLM.chat` do, without an engine; for vLLM 0.32, where an older one has no
+such renderer the line is skipped.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from scripts.eagle3.chat import render_prompt, template_messages, template_variables
+from scripts.eagle3.chat import render_prompt, template_messages, template_variables, tools_of
 from scripts.eagle3.checks import Fault, Line, Skipped, check, first_line, some
 from scripts.eagle3.checks_backends import engine_config, find
 from scripts.eagle3.config import Config, Regeneration, Target
 from scripts.eagle3.conversations import read_source
 from scripts.eagle3.errors import RowRejected
 from scripts.eagle3.messages import Message, conversation_id, normalise, normalise_tools
+from scripts.eagle3.rows import CONVERSATIONS, read_rows
 from scripts.eagle3.target import load_tokenizer
 
 SAME_IDS = "same ids as vLLM"
@@ -23,25 +25,36 @@ COMPARED = 100
 Renderer = Callable[[list[Message], list[dict[str, Any]] | None, Mapping[str, Any]], list[int]]
 
 
-def rendering_lines(target: Target, config: Config) -> list[Line]:
-    """One line: the first prompts of the run's own sources, as we render them and as vLLM does."""
-    return [check("tokenizer", SAME_IDS, lambda: check_same_ids(target, config))]
+class Conversation(NamedTuple):
+    """One that is compared; `name` says where it stands."""
+
+    name: str
+    conversation_id: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
 
 
-def check_same_ids(target: Target, config: Config, theirs: Renderer | None = None) -> str:
+def rendering_lines(target: Target, config: Config, collected: Path) -> list[Line]:
+    """One line: the first prompts of the run, as we render them and as vLLM does. collected: its folder of conversations."""
+    return [check("tokenizer", SAME_IDS, lambda: check_same_ids(target, config, collected))]
+
+
+def check_same_ids(target: Target, config: Config, collected: Path, theirs: Renderer | None = None) -> str:
     """Prompts of up to COMPARED conversations; Fault names the first that differs, Skipped says why none is compared.
 
     `theirs` renders in vLLM's place.
     """
-    conversations = list(islice(local_conversations(config), COMPARED))
+    origin, conversations = "collected", list(islice(collected_conversations(collected), COMPARED))
     if not conversations:
-        raise Skipped("no source of conversations is a local file that can be read")
+        origin, conversations = "of the local sources", list(islice(local_conversations(config), COMPARED))
+    if not conversations:
+        raise Skipped("nothing is collected yet, and no source is a local file that can be read")
     theirs, tokenizer = theirs or vllm_renderer(target, config.rows.max_length + 1), load_tokenizer(target)
     compared, refused = 0, list[str]()
-    for name, messages, tools in conversations:
+    for name, identity, messages, tools in conversations:
         variables: dict[str, bool] = {}
         if isinstance(config.responses, Regeneration):
-            variables = template_variables(config.responses, conversation_id(messages, tools))
+            variables = template_variables(config.responses, identity)
         prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
         try:
             ours = render_prompt(tokenizer, prompt, tools, variables)
@@ -61,7 +74,7 @@ def check_same_ids(target: Target, config: Config, theirs: Renderer | None = Non
     if not compared:
         raise Skipped(f"of {len(conversations)} conversations none is taken by the chat template and fits rows.max_length")
     left = f"; vLLM refuses {some(refused, 1)}" if refused else ""
-    return f"{compared} conversations of the sources give the ids that vLLM serves{left}"
+    return f"{compared} conversations {origin} give the ids that vLLM serves{left}"
 
 
 def compare(name: str, ours: list[int], theirs: list[int], tokenizer: Any) -> None:
@@ -78,17 +91,29 @@ def compare(name: str, ours: list[int], theirs: list[int], tokenizer: Any) -> No
     )
 
 
-def local_conversations(config: Config) -> Iterator[tuple[str, list[Message], list[dict[str, Any]] | None]]:
-    """(name, messages, tools) of the rows that would be taken, source by source, where the source is a file: suites too."""
+def collected_conversations(folder: Path) -> Iterator[Conversation]:
+    """Some rows of each file that the run has collected, whatever their source was."""
+    paths = sorted(folder.glob("part-*/*.parquet")) + sorted(folder.glob("eval/*.parquet"))
+    each = -(-COMPARED // max(1, len(paths)))
+    for path in paths:
+        name = f"{path.parent.name}/{path.name}"
+        for number, row in enumerate(islice(read_rows(path, CONVERSATIONS), each)):
+            yield Conversation(f"{name}: row {number}", row["conversation_id"], row["messages"], tools_of(row))
+
+
+def local_conversations(config: Config) -> Iterator[Conversation]:
+    """Rows that would be taken, source by source, where the source is a file: suites too."""
     sources = [*config.conversations.train, *config.conversations.evaluation.values()]
     paths = [source for source in sources if Path(source.path).is_file()]
     each = -(-COMPARED // max(1, len(paths)))
     for source in paths:
         for number, raw in islice(read_source(source), each):
             try:
-                yield f"{Path(source.path).name}: row {number}", normalise(raw), normalise_tools(raw)
+                messages, tools = normalise(raw), normalise_tools(raw)
             except RowRejected:
                 continue
+            name = f"{Path(source.path).name}: row {number}"
+            yield Conversation(name, conversation_id(messages, tools), messages, tools)
 
 
 def vllm_renderer(target: Target, max_model_len: int) -> Renderer:

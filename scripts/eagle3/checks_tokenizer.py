@@ -18,8 +18,11 @@ from scripts.eagle3.target import chat_template, load_tokenizer, resolve_folder,
 # Ids that Kimi-K2.5 was published with. That its files agree with each other is not enough: a folder that a converting
 # library has saved again is shifted throughout.
 KIMI_IDS = {
-    **{"[BOS]": 163584, "[EOS]": 163585, "<|im_end|>": 163586, "<|im_assistant|>": 163588, "<|im_middle|>": 163601},
-    **{"<|media_pad|>": 163605, "<think>": 163606, "</think>": 163607, "[UNK]": 163838, "[PAD]": 163839},
+    **{"[BOS]": 163584, "[EOS]": 163585, "<|im_end|>": 163586, "<|im_user|>": 163587, "<|im_assistant|>": 163588},
+    **{"<|im_system|>": 163594, "<|tool_calls_section_begin|>": 163595, "<|tool_calls_section_end|>": 163596},
+    **{"<|tool_call_begin|>": 163597, "<|tool_call_argument_begin|>": 163598, "<|tool_call_end|>": 163599},
+    **{"<|im_middle|>": 163601, "<|media_pad|>": 163605, "<think>": 163606, "</think>": 163607},
+    **{"[UNK]": 163838, "[PAD]": 163839},
 }
 KIMI_TYPES = ("kimi_k2", "kimi_k25")
 OTHER_VERSION = "install the locked transformers (`make env`), or fetch the tokenizer's files again"

@@ -8,16 +8,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from scripts.collect_conversations import run as collect
 from scripts.eagle3.chat import render_prompt
 from scripts.eagle3.checks import Fault, Skipped, check
 from scripts.eagle3.checks_rendering import SAME_IDS, Renderer, check_same_ids, rendering_lines, vllm_renderer
-from scripts.eagle3.config import Target
+from scripts.eagle3.config import Conversations, Parts, Source, Target
 from scripts.eagle3.messages import normalise, normalise_tools
 from scripts.eagle3.target import load_tokenizer
 from tests.preflight_case import assert_red, config_for, copy_target, edit_json
 
 pytestmark = pytest.mark.slow  # importing vLLM alone takes 15 s
 DATA = Path(__file__).parents[2] / "config" / "data" / "train"
+NOWHERE = Path("nothing-collected")
 QWEN_TOOLS = '<tool_call>{"name": "f"}</tool_call>'
 SPECIALS = [
     "<|im_end|>",
@@ -95,9 +97,9 @@ def config(target: Target, path: Path, **sections: Any) -> Any:
 
 def test_preflight_compares_the_runs_own_conversations(kimi_text: Target) -> None:
     for responses in ({}, {"thinking": 0.5}):
-        (only,) = rendering_lines(kimi_text, config(kimi_text, DATA / "dialogues.jsonl", responses=responses))
+        (only,) = rendering_lines(kimi_text, config(kimi_text, DATA / "dialogues.jsonl", responses=responses), NOWHERE)
         assert only.state == "green", only
-        assert "conversations of the sources give the ids that vLLM serves" in only.found
+        assert "conversations of the local sources give the ids that vLLM serves" in only.found
         assert int(only.found.split()[0]) >= 20
 
 
@@ -107,10 +109,10 @@ def test_what_vllm_refuses_is_named_and_stops_nothing_unless_it_is_all(kimi_text
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "long.jsonl").write_text(rows[1])
     theirs = vllm_renderer(kimi_text, 64)  # takes shorter prompts than the rows are
-    found = check_same_ids(kimi_text, config(kimi_text, tmp_path / "rows.jsonl"), theirs)
+    found = check_same_ids(kimi_text, config(kimi_text, tmp_path / "rows.jsonl"), NOWHERE, theirs)
     assert found.startswith("2 conversations") and "vLLM refuses rows.jsonl: row 2 (" in found
     with pytest.raises(Fault, match=r"vLLM refuses all 1 conversations: long\.jsonl: row 1"):
-        check_same_ids(kimi_text, config(kimi_text, tmp_path / "long.jsonl"), theirs)
+        check_same_ids(kimi_text, config(kimi_text, tmp_path / "long.jsonl"), NOWHERE, theirs)
 
 
 def test_another_template_in_vllm_is_red(kimi_text: Target, tmp_path: Path) -> None:
@@ -119,9 +121,9 @@ def test_another_template_in_vllm_is_red(kimi_text: Target, tmp_path: Path) -> N
     template.write_text(template.read_text().replace("assistant<|im_middle|>", "kimi<|im_middle|>"))
     asked = config(kimi_text, DATA / "dialogues.jsonl")
     theirs = vllm_renderer(served, 1025)
-    found = check("tokenizer", SAME_IDS, lambda: check_same_ids(kimi_text, asked, theirs))
+    found = check("tokenizer", SAME_IDS, lambda: check_same_ids(kimi_text, asked, NOWHERE, theirs))
     assert_red(found, "dialogues.jsonl: row 1: token ", "'assist", "'kimi<|im_middle|>", "the same chat template")
-    assert check_same_ids(served, asked, theirs).startswith("4")
+    assert check_same_ids(served, asked, NOWHERE, theirs).startswith("4")
 
 
 def test_another_tokenizer_in_vllm_is_red(kimi_text: Target, tmp_path: Path) -> None:
@@ -135,9 +137,17 @@ def test_another_tokenizer_in_vllm_is_red(kimi_text: Target, tmp_path: Path) -> 
     asked = config(kimi_text, DATA / "questions.jsonl")
     theirs = vllm_renderer(served, 1025)
     with pytest.raises(Fault, match=r"questions\.jsonl: row 1: token 0 .* chat template and tokenizer files"):
-        check_same_ids(kimi_text, asked, theirs)
+        check_same_ids(kimi_text, asked, NOWHERE, theirs)
 
 
 def test_without_local_sources_nothing_is_compared_and_the_line_says_so(kimi_text: Target) -> None:
     with pytest.raises(Skipped, match="local file"):
-        check_same_ids(kimi_text, config(kimi_text, Path("somebody/some-set")))
+        check_same_ids(kimi_text, config(kimi_text, Path("somebody/some-set")), NOWHERE)
+
+
+def test_what_the_run_has_collected_is_compared_whatever_its_source_was(kimi_text: Target, tmp_path: Path) -> None:
+    train, suite = Source(path=str(DATA / "dialogues.jsonl")), Source(path=str(DATA / "questions.jsonl"), limit=2)
+    collect(Conversations(train=[train], evaluation={"suite": suite}, validation_fraction=0.1), Parts(), tmp_path)
+    (only,) = rendering_lines(kimi_text, config(kimi_text, Path("somebody/some-set"), responses={"thinking": 0.5}), tmp_path)
+    assert only.state == "green" and "conversations collected give the ids" in only.found
+    assert int(only.found.split()[0]) >= 20
