@@ -25,7 +25,7 @@ from benchmarks.harness import Step, make_parser, run_one, run_steps
 from scripts.eagle3.batches import Batch, TokenRow, make_row, plan_batches
 from scripts.eagle3.config import Target
 from scripts.eagle3.engine import Hardware, load_engine, on_cpu, unload_engine
-from scripts.eagle3.extraction import Feed, open_extractor, run_batches, states_provenance
+from scripts.eagle3.extraction import Feed, capturing, open_engine, run_batches, states_provenance
 from scripts.eagle3.files import read_json
 from scripts.eagle3.part import Part
 from scripts.eagle3.store import open_store
@@ -35,6 +35,7 @@ MAX_ROWS = 128
 SHORTEST, LONGEST = 256, 2048
 BATCHES_PER_SHARD = 8
 SAMPLE_S = 0.05
+TURNS = 2
 DISK_BYTES, DISK_PIECE = 4 << 30, 64 << 20
 
 
@@ -99,15 +100,9 @@ class Watch:
             self.peak_bytes = max(self.peak_bytes, sum(own))
 
 
-def prefill(work: Path, tokens: int, batch_tokens: int, eager: bool) -> dict[str, Any]:
-    """The plain engine on the batches of the extraction, which it is given in the same way."""
-    rows = some_rows(tokens)
+def plain(llm: Any, rows: Sequence[TokenRow], batches: Sequence[Batch]) -> dict[str, Any]:
+    """The engine alone on the batches of the extraction, which it is given in the same way; the faster of two passes."""
     by_key = {row.key: row for row in rows}
-    batches = plan_batches(shards_of(rows, batch_tokens), batch_tokens, MAX_ROWS)
-    options: dict[str, Any] = {"enable_chunked_prefill": False} if eager else {}
-    began = time.perf_counter()
-    llm = load_engine(target_of(work), Hardware(batch_tokens, MAX_ROWS), max_model_len=LONGEST + 1, eager=eager, **options)
-    loaded = time.perf_counter() - began
     feed = Feed(llm)
 
     def run(batches: Sequence[Batch]) -> None:
@@ -116,54 +111,70 @@ def prefill(work: Path, tokens: int, batch_tokens: int, eager: bool) -> dict[str
         feed.drain()
 
     run(batches[-1:])
-    seconds, watch = [], Watch()
-    with watch:
-        for _ in range(2):
+    seconds = []
+    with Watch() as watch:
+        for _ in range(TURNS):
             began = time.perf_counter()
             run(batches)
             seconds.append(time.perf_counter() - began)
+    return {**speeds(sum(map(len, rows)), seconds), **watch.record()}
+
+
+def speeds(tokens: int, seconds: Sequence[float]) -> dict[str, float]:
+    """Of passes over the same tokens."""
+    return {"tokens_per_s": tokens / min(seconds), "tokens_per_s_worse": tokens / max(seconds)}
+
+
+def compiled(work: Path, tokens: int, batch_tokens: int) -> dict[str, Any]:
+    """Plain prefill of the compiled engine."""
+    rows = some_rows(tokens)
+    batches = plan_batches(shards_of(rows, batch_tokens), batch_tokens, MAX_ROWS)
+    llm = load_engine(target_of(work), Hardware(batch_tokens, MAX_ROWS), max_model_len=LONGEST + 1, eager=False)
+    found = plain(llm, rows, batches)
     unload_engine(llm)
-    total = sum(map(len, rows))
-    speeds = {"tokens_per_s": total / min(seconds), "tokens_per_s_worse": total / max(seconds)}
-    return {"tokens": total, "batches": len(batches), **speeds, "load_s": loaded, **watch.record()}
+    return {"tokens": sum(map(len, rows)), "batches": len(batches), **found}
 
 
 def extract(work: Path, tokens: int, batch_tokens: int, folder: str, dtype: str) -> dict[str, Any]:
-    """The stage on the same batches, its store in `folder`; twice, the second time anew in the same engine."""
+    """Plain prefill, then the stage on the same engine and batches, its store in `folder`; each twice, the faster counts."""
     rows, target = some_rows(tokens), target_of(work)
     shards = shards_of(rows, batch_tokens)
     batches = plan_batches(shards, batch_tokens, MAX_ROWS)
     provenance = states_provenance(target, dtype)
-    seconds, watch, root = [], Watch(), Path(folder)
+    seconds, watches, root = [], [], Path(folder)
     began = time.perf_counter()
-    with open_extractor(target, Hardware(batch_tokens, MAX_ROWS), LONGEST, dtype) as extractor:
+    with open_engine(target, Hardware(batch_tokens, MAX_ROWS), LONGEST) as llm:
         loaded = time.perf_counter() - began
-        proof = extractor.prove(rows, root / "proof")
-        with watch:
-            for turn in range(2):
+        without = plain(llm, rows, batches)
+        with capturing(llm, target, dtype) as extractor:
+            proof = extractor.prove(rows, root / "proof")
+            for turn in range(TURNS):
                 with open_store(root / str(turn), "extract_hidden_states", provenance) as store:
                     part = Part(store, shards, provenance, int(text_config(target)["hidden_size"]))
-                    began = time.perf_counter()
-                    run_batches(part, extractor, batches)
-                    seconds.append(time.perf_counter() - began)
+                    with Watch() as watch:
+                        began = time.perf_counter()
+                        run_batches(part, extractor, batches)
+                        seconds.append(time.perf_counter() - began)
+                    watches.append(watch.record())
                 size = sum(path.stat().st_size for path in store.folder.glob("shards/*.pt"))
                 shutil.rmtree(root / str(turn))
-        installed = extractor.installed
+            installed = extractor.installed
     total = sum(map(len, rows))
     return {
         **{"tokens": total, "batches": len(batches), "shards": len(shards), **installed, "load_s": loaded},
-        **{"tokens_per_s": total / min(seconds), "tokens_per_s_worse": total / max(seconds)},
-        **{"gb_per_s": size / min(seconds) / 1e9, **watch.record(), "proof": proof.record()},
+        **speeds(total, seconds),
+        **{"gb_per_s": size / min(seconds) / 1e9, **watches[seconds.index(min(seconds))], "proof": proof.record()},
+        **{"plain": without, "of_plain": total / min(seconds) / without["tokens_per_s"]},
     }
 
 
 def disk(work: Path, folder: str) -> dict[str, Any]:
-    """What the file system of `folder` takes: one file, written in pieces by one thread and by four, with fsync."""
+    """What the file system of `folder` takes: one file, written in pieces by one thread, four and eight, with fsync."""
     path = Path(folder) / "disk-rate"
     path.parent.mkdir(parents=True, exist_ok=True)
     piece = np.random.default_rng(0).bytes(DISK_PIECE)
     rates = {}
-    for threads in (1, 4):
+    for threads in (1, 4, 8):
         began = time.perf_counter()
         with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(threads) as pool:
             places = range(0, DISK_BYTES, DISK_PIECE)
@@ -182,8 +193,8 @@ def connector(work: Path, tokens: int, batch_tokens: int, folder: str) -> dict[s
 
 
 FUNCTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "prefill": prefill,
     "extract": extract,
+    "compiled": compiled,
     "disk": disk,
     "connector": connector,
 }
@@ -195,7 +206,6 @@ def plan(options: argparse.Namespace) -> list[Step]:
     v1, v2 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     memory, place = str(options.work / "states"), str(options.disk)
     steps = [
-        Step("prefill", {**size, "eager": True}, 300, v1),
         Step("extract", {**size, "folder": memory, "dtype": options.dtype}, 300, v1),
         Step("disk", {"folder": memory}, 120),
         Step("disk", {"folder": place}, 120),
@@ -205,7 +215,7 @@ def plan(options: argparse.Namespace) -> list[Step]:
         steps += [
             Step("extract", {**size, "folder": memory, "dtype": "fp8"}, 300, v1),
             Step("extract", {**size, "folder": memory, "dtype": options.dtype}, 300, v2),
-            Step("prefill", {**size, "eager": False}, 400, v1),
+            Step("compiled", size, 400, v1),
             Step("connector", {**size, "folder": memory}, 400, v1),
         ]
     return [step for number, step in enumerate(steps) if not options.only or number in options.only]
@@ -240,7 +250,7 @@ def main() -> None:
         run_steps("benchmarks.extraction_speed", plan(options), options.work, options.output, options.keep_going)
     results = [json.loads(line) for line in (options.output / "results.jsonl").read_text().splitlines()]
     for result in results:
-        print(result.get("measurement"), result.get("folder", ""), result.get("dtype", ""), result.get("tokens_per_s", ""))
+        print(*(result.get(name, "") for name in ("measurement", "folder", "dtype", "tokens_per_s", "of_plain")))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def train(
 ) -> dict[str, Any]:
     """Steps of one row of each length with random states, with and without recomputation: a record of each shape.
 
-    WARM_STEPS more compile first and do not count. A shape that does not fit is recorded as such.
+    WARM_STEPS more, or as many, compile first and do not count. A shape that does not fit is recorded as such.
     """
     import torch
 
@@ -81,9 +81,10 @@ def train_steps(engine: Any, path: Path, settings: Training, steps: int) -> dict
     from scripts.eagle3.rows import row_key
     from scripts.eagle3.shards import StateRow, write_shard
 
+    warm = min(steps, WARM_STEPS)
     length, hidden, layers = settings.batch_tokens, random_target.WIDTHS["hidden_size"], [*AUX, 8]
     rows = []
-    for _ in range(WARM_STEPS + steps):
+    for _ in range(warm + steps):
         ids = torch.randint(0, 1000, (length + 1,), dtype=torch.int32)
         states = torch.randn(length + 1, len(layers), hidden, dtype=torch.bfloat16, device="cuda").cpu()
         rows.append(StateRow(row_key(ids.numpy()), ids, torch.arange(length + 1) > (1 - MASKED) * length, states))
@@ -98,10 +99,10 @@ def train_steps(engine: Any, path: Path, settings: Training, steps: int) -> dict
             records.append(record)
 
     training.train_segment(engine, data, training.plan_segment(data, settings, 0), settings, Log())  # type: ignore[arg-type]
-    speeds = sorted(record["tokens_per_s"] for record in records[WARM_STEPS:])
+    speeds = sorted(record["tokens_per_s"] for record in records[warm:])
     return {
         "tokens_per_s": speeds[len(speeds) // 2],
-        "loader_wait": max(record["loader_wait"] for record in records[WARM_STEPS:]),
+        "loader_wait": max(record["loader_wait"] for record in records[warm:]),
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
         "loss": records[-1]["loss"],
     }

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
 class Job(NamedTuple):
     """A forward pass: its slot in the memory, tokens, bytes of a token's states in the file, and the rows asked for.
 
-    Several writers share it: each writes every `writers`-th row, from its own number on.
+    Several writers share it: see `share`.
     """
 
     slot: int
@@ -126,6 +126,20 @@ def find_rows(token_ids: Array, positions: Array, wanted: Mapping[str, Wanted]) 
     return found
 
 
+def share(rows: Sequence[tuple[str, int, int]], number: int, writers: int) -> list[tuple[str, int, int]]:
+    """What writer `number` of `writers` does of the rows of a pass: longest first, each to the one with the fewest tokens.
+
+    Every writer comes to the same division by itself.
+    """
+    loads, mine = [0] * writers, []
+    for row in sorted(rows, key=lambda row: row[1] - row[2]):
+        least = loads.index(min(loads))
+        loads[least] += row[2] - row[1]
+        if least == number:
+            mine.append(row)
+    return mine
+
+
 def write_at(descriptor: int, content: Any, place: int) -> None:
     """All bytes of `content` from `place` on; one write takes 2 GB at most. Raises OSError."""
     view = memoryview(content).cast("B")
@@ -151,7 +165,7 @@ def write_pass(job: Job, number: int, arrays: dict[str, Array]) -> Done:
     written, rejected = [], []
     files: dict[str, int] = {}
     try:
-        for key, start, end in find_rows(ids, positions, job.wanted)[number :: job.writers]:
+        for key, start, end in share(find_rows(ids, positions, job.wanted), number, job.writers):
             finite = arrays["finite"][start:end]
             if not finite.all():
                 rejected.append((key, int(np.flatnonzero(~finite.all(axis=0))[0])))

@@ -26,7 +26,7 @@ from scripts.eagle3.shards import DTYPES, ShardWriter, to_fp8
 
 ROOT = Path(__file__).resolve().parents[2]
 # They share each forward pass: the checksums and writes of one are slower than an engine.
-MAX_WRITERS = 4
+MAX_WRITERS = 8
 # forward passes: one that is written, one that waits for it, one that is copied from the device
 SLOTS = 3
 

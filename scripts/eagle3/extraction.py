@@ -182,8 +182,8 @@ def _not_finite(rejection: Sequence[Any]) -> StageError:
 
 
 @contextmanager
-def open_extractor(target: Target, hardware: Hardware, longest: int, dtype: str, **options: Any) -> Iterator[Extractor]:
-    """Loads the target for extraction of rows of up to `longest` tokens, and unloads it at the end."""
+def open_engine(target: Target, hardware: Hardware, longest: int, **options: Any) -> Iterator[Any]:
+    """Loads the target so that it can be captured from, with rows of up to `longest` tokens, and unloads it at the end."""
     refuse_uncapturable(target, longest)
     llm = load_engine(
         target,
@@ -194,13 +194,26 @@ def open_extractor(target: Target, hardware: Hardware, longest: int, dtype: str,
         **{"enable_chunked_prefill": False, **options},
     )
     try:
-        extractor = Extractor(llm, target, dtype)
-        try:
-            yield extractor
-        finally:
-            llm.collective_rpc("capture_close")
+        yield llm
     finally:
         unload_engine(llm)
+
+
+@contextmanager
+def capturing(llm: Any, target: Target, dtype: str) -> Iterator[Extractor]:
+    """Hooks an engine of `open_engine`, and ends what runs beside it."""
+    extractor = Extractor(llm, target, dtype)
+    try:
+        yield extractor
+    finally:
+        llm.collective_rpc("capture_close")
+
+
+@contextmanager
+def open_extractor(target: Target, hardware: Hardware, longest: int, dtype: str, **options: Any) -> Iterator[Extractor]:
+    """Both."""
+    with open_engine(target, hardware, longest, **options) as llm, capturing(llm, target, dtype) as extractor:
+        yield extractor
 
 
 def extract_rows(target: Target, hardware: Hardware, rows: Sequence[TokenRow], dtype: str, folder: Path) -> list[StateRow]:

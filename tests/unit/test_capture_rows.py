@@ -1,5 +1,6 @@
 """Rows are found in the engine's steps by their ids; targets that cannot be captured are refused before anything loads."""
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scripts.eagle3.batches import make_row
 from scripts.eagle3.capture import CaptureExtension, decoder, refuse_uncapturable, unsupported
+from scripts.eagle3.capture_process import share
 from scripts.eagle3.capture_writer import CaptureWriter
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
@@ -222,3 +226,13 @@ def test_clearing_reaches_every_tensor_of_the_cache() -> None:
     caches = [torch.ones(2), [torch.ones(3), (torch.full((1,), float("nan")),)]]
     CaptureExtension.capture_clear_cache(SimpleNamespace(model_runner=SimpleNamespace(kv_caches=caches)))
     assert not caches[0].any() and not caches[1][0].any() and not caches[1][1][0].any()
+
+
+@given(lengths=st.lists(st.integers(1, 2048), max_size=40), writers=st.integers(1, 8))
+def test_writers_share_the_rows_of_a_pass(lengths: list[int], writers: int) -> None:
+    ends = list(itertools.accumulate(lengths))
+    rows = [(str(number), end - length, end) for number, (length, end) in enumerate(zip(lengths, ends, strict=True))]
+    shares = [share(rows, number, writers) for number in range(writers)]
+    assert sorted(row for each in shares for row in each) == sorted(rows)
+    loads = [sum(end - start for _, start, end in each) for each in shares]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
