@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import random_target
 from benchmarks.harness import Step, make_parser, run_one, run_steps
-from scripts.eagle3.batches import Batch, TokenRow, make_row, plan_batches
+from scripts.eagle3.batches import TOGETHER, Batch, TokenRow, make_row, plan_batches
 from scripts.eagle3.config import Target
 from scripts.eagle3.engine import Hardware, load_engine, on_cpu, unload_engine
 from scripts.eagle3.extraction import Feed, capturing, open_engine, run_batches, states_provenance
@@ -169,19 +169,26 @@ def extract(work: Path, tokens: int, batch_tokens: int, folder: str, dtype: str)
 
 
 def disk(work: Path, folder: str) -> dict[str, Any]:
-    """What the file system of `folder` takes: one file, written in pieces by one thread, four and eight, with fsync."""
-    path = Path(folder) / "disk-rate"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """What the file system of `folder` takes in one file and in several at a time, a thread each, with fsync."""
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
     piece = np.random.default_rng(0).bytes(DISK_PIECE)
-    rates = {}
-    for threads in (1, 4, 8):
-        began = time.perf_counter()
-        with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(threads) as pool:
-            places = range(0, DISK_BYTES, DISK_PIECE)
-            list(pool.map(lambda place: os.pwrite(file.fileno(), piece, place), places))
+
+    def write(path: Path, size: int) -> None:
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(size // DISK_PIECE):
+                file.write(piece)
             os.fsync(file.fileno())
-        rates[f"gb_per_s_{threads}"] = DISK_BYTES / (time.perf_counter() - began) / 1e9
-        path.unlink()
+
+    rates = {}
+    for count in (1, TOGETHER):
+        paths = [root / f"disk-rate-{number}" for number in range(count)]
+        began = time.perf_counter()
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(write, paths, [DISK_BYTES // count] * count))
+        rates[f"gb_per_s_{count}"] = DISK_BYTES / (time.perf_counter() - began) / 1e9
+        for path in paths:
+            path.unlink()
     return rates
 
 

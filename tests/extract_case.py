@@ -120,12 +120,12 @@ class Extraction:
 def _note_batches() -> None:
     original = extraction.Extractor.feed
 
-    def feed(self: Any, rows: Any, path: Path, indices: Any) -> None:
+    def feed(self: Any, rows: Any, places: Any) -> None:
         if TOUCH in os.environ and not os.path.exists("started"):
             self.clear_cache()
         with open("started", "a") as file:
             file.write(json.dumps([row.key for row in rows]) + "\n")
-        original(self, rows, path, indices)
+        original(self, rows, places)
 
     extraction.Extractor.feed = feed  # type: ignore[method-assign]
 

@@ -1,7 +1,8 @@
 """Which rows go through the engine together: planned once per part, kept in its store, and the unit of redo.
 
-In: a part's token shards. Out: batches of row keys. A batch never crosses a shard. The plan is a file, so that a job that
-goes on computes each remaining row in the company in which an undisturbed job would have: equal bytes.
+In: a part's token shards. Out: batches of row keys. A batch takes rows of a few shards whose files grow side by side. The plan
+is a file, so that a job that goes on computes each remaining row in the company in which an undisturbed job would have:
+equal bytes.
 """
 
 from bisect import bisect_right
@@ -18,6 +19,9 @@ from scripts.eagle3.rows import TOKENS, read_rows, row_key
 
 # a row of one token cannot be told from padding, and teaches nothing
 MIN_ROW_TOKENS = 2
+# shards that grow at the same time: Linux lets one write at a time into a file, and an engine outruns that (measured on a
+# tmpfs and on ext4: two files take twice as much)
+TOGETHER = 4
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,9 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Row keys of one shard that are computed together."""
+    """Row keys of some shards that are computed together."""
 
-    shard: int
+    shards: tuple[int, ...]
     keys: tuple[str, ...]
 
     @property
@@ -73,13 +77,16 @@ def read_token_shard(path: Path, vocab_size: int) -> list[TokenRow]:
 
 
 def plan_batches(shards: Sequence[Sequence[TokenRow]], batch_tokens: int, max_rows: int) -> list[Batch]:
-    """Rows of each shard, packed up to `batch_tokens` tokens and `max_rows` rows: the longest one, then what fits best.
+    """Rows of TOGETHER shards at a time, packed up to `batch_tokens` tokens and `max_rows` rows.
 
-    A row longer than the budget is a batch of its own. Equal input gives an equal plan.
+    Of each batch the longest row comes first, then what fits best. A row longer than the budget is a batch of its own. Equal
+    input gives an equal plan.
     """
     batches: list[Batch] = []
-    for number, shard in enumerate(shards):
-        rows = sorted({row.key: row for row in shard}.values(), key=lambda row: (len(row), row.key))
+    for first in range(0, len(shards), TOGETHER):
+        numbers = tuple(range(first, min(first + TOGETHER, len(shards))))
+        pool = {row.key: row for number in numbers for row in shards[number]}
+        rows = sorted(pool.values(), key=lambda row: (len(row), row.key))
         lengths = [len(row) for row in rows]
         while rows:
             batch: list[str] = []
@@ -88,7 +95,7 @@ def plan_batches(shards: Sequence[Sequence[TokenRow]], batch_tokens: int, max_ro
                 left -= lengths.pop(place - 1)
                 batch.append(rows.pop(place - 1).key)
                 place = bisect_right(lengths, left)  # rows before it fit, the one just before it best
-            batches.append(Batch(number, tuple(batch)))
+            batches.append(Batch(numbers, tuple(batch)))
     return batches
 
 
@@ -103,14 +110,14 @@ def resume_plan(
     batches: list[Batch] = []
     if path.is_file():
         found = read_json(path)
-        if found.get("rows") == rows:
-            batches = [Batch(entry["shard"], tuple(entry["keys"])) for entry in found["batches"]]
-    planned = {(batch.shard, key) for batch in batches for key in batch.keys}
+        if found.get("rows") == rows and found.get("together") == TOGETHER:
+            batches = [Batch(tuple(entry["shards"]), tuple(entry["keys"])) for entry in found["batches"]]
+    planned = {(number, key) for batch in batches for number in batch.shards for key in batch.keys}
     uncovered = [
         [row for row in shard if row.key in missing and (number, row.key) not in planned] for number, shard in enumerate(shards)
     ]
     added = plan_batches(uncovered, batch_tokens, max_rows)
     if added:
         batches += added
-        write_json(path, {"rows": rows, "batches": [asdict(batch) for batch in batches]})
+        write_json(path, {"rows": rows, "together": TOGETHER, "batches": [asdict(batch) for batch in batches]})
     return [batch for batch in batches if not missing.isdisjoint(batch.keys)]

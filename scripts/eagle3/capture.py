@@ -1,11 +1,11 @@
 """Capture of hidden states inside vLLM's workers, in the way that serving makes them.
 
-In: a shard file with the rows asked for. Out: their states in it, written by tensor-parallel rank 0 (capture_writer).
+In: shard files with the rows asked for. Out: their states in them, written by tensor-parallel rank 0 (capture_writer).
 The target's own EAGLE-3 interface returns the auxiliary states; a hook on the top-level model takes them off again, so
 that the model runner sees what it always sees. vLLM 0.22 to 0.32, model runner V1 and V2.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,12 +92,12 @@ class CaptureExtension:
         memory = "pinned" if writer and writer.pinned else "pageable"
         return {"model": type(model).__name__, "runner": f"{runner.__module__}.{runner.__name__}", "host_memory": memory}
 
-    def capture_expect(self, path: str, indices: Sequence[int]) -> None:
-        """The engine is given the rows with these numbers of the shard at `path` next, a batch; it gets their states."""
-        self._capture.expect(Path(path), indices)
+    def capture_expect(self, rows: Mapping[str, Sequence[int]]) -> None:
+        """The engine is given the rows with these numbers of the shards at these paths next, a batch; they get their states."""
+        self._capture.expect({Path(path): indices for path, indices in rows.items()})
 
     def capture_results(self, wait: bool, computing: int) -> list[dict[str, Any]]:
-        """Of the batches whose writing has ended, or of all: {"path", "keys", "rejected": [[row_key, layer, reason]]} or
+        """Of the batches whose writing has ended, or of all: {"paths", "keys", "rejected": [[row_key, layer, reason]]} or
         {"error": one line}. The newest `computing` are not through the engine yet. Other ranks than the first have none."""
         return self._capture.writer.results(wait, computing) if self._capture.writer else []
 
@@ -186,10 +186,10 @@ class _Capture:
             body.norm.register_forward_pre_hook(lambda _, args: self._take_final(*args))
         model.register_forward_hook(self._take_output, with_kwargs=True)
 
-    def expect(self, path: Path, indices: Sequence[int]) -> None:
+    def expect(self, rows: Mapping[Path, Sequence[int]]) -> None:
         self._ids.clear()
         if self.writer:
-            self.writer.expect(path, indices, self.layer_ids)
+            self.writer.expect(rows, self.layer_ids)
 
     def _take_final(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         self._final = hidden.clone() if residual is None else hidden + residual

@@ -47,11 +47,11 @@ class Wanted(NamedTuple):
 class Job(NamedTuple):
     """A forward pass: its slot in the memory, tokens, bytes of a token's states in the file, and the rows asked for.
 
-    Several writers share it: see `share`.
+    writers: numbers of those that share it, see `share`.
     """
 
     slot: int
-    writers: int
+    writers: list[int]
     tokens: int
     state_bytes: int
     scaled: bool
@@ -59,12 +59,15 @@ class Job(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A writer's share of a pass: keys of rows that were written; rejected ones with the index of the first bad layer."""
+    """A writer's share of a pass: keys of rows that were written; rejected ones with the index of the first bad layer.
+
+    error: the file that cannot be written, and why.
+    """
 
     slot: int
     written: list[str]
     rejected: list[tuple[str, int]]
-    error: str | None = None
+    error: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,10 @@ def find_rows(token_ids: Array, positions: Array, wanted: Mapping[str, Wanted]) 
 
 
 def share(rows: Sequence[tuple[str, int, int]], number: int, writers: int) -> list[tuple[str, int, int]]:
-    """What writer `number` of `writers` does of the rows of a pass: longest first, each to the one with the fewest tokens.
+    """The rows of a pass that the writer at place `number` of `writers` writes.
 
-    Every writer comes to the same division by itself.
+    The longest row comes first, and each goes to the writer that has the fewest tokens so far. Every writer comes to the same
+    division by itself.
     """
     loads, mine = [0] * writers, []
     for row in sorted(rows, key=lambda row: row[1] - row[2]):
@@ -162,19 +166,24 @@ def write_pass(job: Job, number: int, arrays: dict[str, Array]) -> Done:
     """Writes this writer's share of the rows of one forward pass that are asked for."""
     ids, positions = (arrays[name][: job.tokens, 0] for name in ("token_ids", "positions"))
     states = arrays["states"].reshape(-1)[: job.tokens * job.state_bytes].reshape(job.tokens, job.state_bytes)
-    written, rejected = [], []
+    written: list[str] = []
+    rejected: list[tuple[str, int]] = []
     files: dict[str, int] = {}
+    mine = share(find_rows(ids, positions, job.wanted), job.writers.index(number), len(job.writers))
     try:
-        for key, start, end in share(find_rows(ids, positions, job.wanted), number, job.writers):
+        for key, start, end in mine:
             finite = arrays["finite"][start:end]
             if not finite.all():
                 rejected.append((key, int(np.flatnonzero(~finite.all(axis=0))[0])))
                 continue
+            scales = arrays["scales"][start:end] if job.scaled else None
             for place in job.wanted[key].places:
-                if place.path not in files:
-                    files[place.path] = os.open(place.path, os.O_WRONLY)
-                scales = arrays["scales"][start:end] if job.scaled else None
-                write_row(files[place.path], place, states[start:end], scales)
+                try:
+                    if place.path not in files:
+                        files[place.path] = os.open(place.path, os.O_WRONLY)
+                    write_row(files[place.path], place, states[start:end], scales)
+                except OSError as error:
+                    return Done(job.slot, written, rejected, (place.path, error.strerror or str(error)))
             written.append(key)
     finally:
         for descriptor in files.values():
@@ -193,11 +202,7 @@ def serve(number: int, connection: Connection, memory: mmap.mmap, layout: SlotLa
         if job.slot not in arrays:
             arrays[job.slot] = layout.arrays(memory, job.slot)
         try:
-            done = write_pass(job, number, arrays[job.slot])
-        except OSError as error:
-            done = Done(job.slot, [], [], error.strerror or str(error))
-        try:
-            connection.send(done)
+            connection.send(write_pass(job, number, arrays[job.slot]))
         except ConnectionError:
             return
 

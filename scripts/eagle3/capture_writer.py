@@ -1,7 +1,7 @@
 """From the device into shards: forward passes go through a ring of shared host memory to processes that write them.
 
-In: the rows of a shard file that are computed next, and the engine's forward passes, one by one. Out: the states of each
-row in its place in the file (capture_process). The engine's thread only starts copies and passes messages. Host memory is
+In: the rows of shard files that are computed next, and the engine's forward passes, one by one. Out: the states of each
+row in its place in its file (capture_process). The engine's thread only starts copies and passes messages. Host memory is
 bounded by the ring: when the disk is slower than the engine, the engine waits.
 """
 
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
@@ -27,23 +27,26 @@ from scripts.eagle3.shards import DTYPES, ShardWriter, to_fp8
 ROOT = Path(__file__).resolve().parents[2]
 # They share each forward pass: the checksums and writes of one are slower than an engine.
 MAX_WRITERS = 8
+# of a forward pass, for each writer that it is given to: with less to do, messages take longer than writes
+SHARE_BYTES = 32 << 20
 # forward passes: one that is written, one that waits for it, one that is copied from the device
 SLOTS = 3
 
 
 class Batch:
-    """Rows of one shard file that are computed together: what is asked for, and what has been written of it."""
+    """Rows of some shard files that are computed together: what is asked for, and what has been written of it."""
 
-    def __init__(self, file: ShardWriter, indices: Sequence[int], layer_ids: Sequence[int]) -> None:
-        """indices: the rows' places in the file."""
-        self.path, self.layer_ids = file.shard.path, layer_ids
-        states = file.shard.content["hidden_states"]
+    def __init__(self, files: Sequence[tuple[ShardWriter, Sequence[int]]], layer_ids: Sequence[int]) -> None:
+        """files: with the rows' places in them."""
+        self.paths, self.layer_ids = [file.shard.path for file, _ in files], layer_ids
+        states = files[0][0].shard.content["hidden_states"]
         self.dtype: torch.dtype = states.dtype
         self.state_bytes: int = states[0].numel() * states.element_size()
         self.wanted: dict[str, Wanted] = {}
-        for index in indices:
-            key, tokens = file.shard.row_keys[index], file.shard.offsets[index + 1] - file.shard.offsets[index]
-            self.wanted.setdefault(key, Wanted(tokens, [])).places.append(file.place(index))
+        for file, indices in files:
+            for index in indices:
+                key, tokens = file.shard.row_keys[index], file.shard.offsets[index + 1] - file.shard.offsets[index]
+                self.wanted.setdefault(key, Wanted(tokens, [])).places.append(file.place(index))
         self.problem: str | None = None
         # the engine has computed all of it; forward passes that may hold rows of it and are not written yet
         self.computed, self.passes = False, 0
@@ -55,10 +58,11 @@ class Batch:
         self._written |= self.wanted.keys() & set(done.written)
         self._rejected |= {key: layer for key, layer in done.rejected if key in self.wanted}
         if done.error:
-            self.problem = self.problem or str(cannot_write(self.path, OSError(done.error)))
+            path, reason = done.error
+            self.problem = self.problem or str(cannot_write(Path(path), OSError(reason)))
 
     def result(self) -> dict[str, Any]:
-        """{"path", "keys", "rejected": [[row_key, layer, reason]]} or {"error": one line}, all passes being written."""
+        """{"paths", "keys", "rejected": [[row_key, layer, reason]]} or {"error": one line}, all passes being written."""
         missing = [key for key in self.wanted if key not in self._written and key not in self._rejected]
         if missing and not self.problem:
             self.problem = (
@@ -68,7 +72,7 @@ class Batch:
         if self.problem:
             return {"error": self.problem}
         rejected = [[key, self.layer_ids[index], "not finite"] for key, index in sorted(self._rejected.items())]
-        return {"path": str(self.path), "keys": sorted(self._written), "rejected": rejected}
+        return {"paths": list(map(str, self.paths)), "keys": sorted(self._written), "rejected": rejected}
 
 
 class _Copy(NamedTuple):
@@ -137,18 +141,19 @@ class CaptureWriter:
         arrays = [self._layout.arrays(self._memory, slot) for slot in range(SLOTS)]
         self._slots = [{name: torch.from_numpy(array) for name, array in slot.items()} for slot in arrays]
         self._free = list(range(SLOTS))
+        self._next_writer = 0
         self._written: dict[int, tuple[list[Batch], int]] = {}  # slot -> whose pass it is, and how many writers are at it
         self._copies: deque[_Copy] = deque()
         self._running: deque[Batch] = deque()
-        self._file: ShardWriter | None = None
+        self._files: dict[Path, ShardWriter] = {}  # of the batch that came last
         self._stream: Any = None
         self._broken: str | None = None  # why nothing can be written any more: a writing process is gone
 
-    def expect(self, path: Path, indices: Sequence[int], layer_ids: Sequence[int]) -> None:
-        """The forward passes from now on may hold these rows of the shard file at `path` too: a batch."""
-        if self._file is None or not self._file.same_file(path):
-            self._file = ShardWriter(path)
-        self._running.append(Batch(self._file, indices, layer_ids))
+    def expect(self, rows: Mapping[Path, Sequence[int]], layer_ids: Sequence[int]) -> None:
+        """The forward passes from now on may hold these rows of some shard files too: a batch."""
+        known = {path: file for path, file in self._files.items() if path in rows and file.same_file(path)}
+        self._files = {path: known.get(path) or ShardWriter(path) for path in rows}
+        self._running.append(Batch([(self._files[path], indices) for path, indices in rows.items()], layer_ids))
 
     def fail(self, problem: str) -> None:
         """Something is wrong with the batches that run; their results say so."""
@@ -270,11 +275,14 @@ class CaptureWriter:
         for batch in copy.batches[1:]:  # a row that two of them ask for, in two shards, is written for both
             for key, row in batch.wanted.items():
                 wanted[key] = Wanted(row.tokens, [*wanted[key].places, *row.places]) if key in wanted else row
-        job = Job(copy.slot, len(self._writers), copy.tokens, first.state_bytes, first.dtype == DTYPES["fp8"], wanted)
-        self._written[copy.slot] = copy.batches, len(self._writers)
+        count = max(1, min(len(self._writers), copy.tokens * first.state_bytes // SHARE_BYTES))
+        chosen = [(self._next_writer + number) % len(self._writers) for number in range(count)]
+        self._next_writer += count
+        job = Job(copy.slot, chosen, copy.tokens, first.state_bytes, first.dtype == DTYPES["fp8"], wanted)
+        self._written[copy.slot] = copy.batches, count
         pickled = ForkingPickler.dumps(job)
-        for writer in self._writers:
-            writer.send(pickled)
+        for number in chosen:
+            self._writers[number].send(pickled)
 
 
 def _pin(memory: mmap.mmap) -> bool:

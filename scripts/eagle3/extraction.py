@@ -7,7 +7,7 @@ for what is missing.
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import groupby
@@ -102,16 +102,19 @@ class Extractor:
         """
         from vllm import SamplingParams
 
-        self.llm.collective_rpc("capture_expect", args=(str(path), list(indices)))
+        self._expect({path: indices})
         parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **sampling)
         prompts = [{"prompt_token_ids": row.input_ids.tolist()} for row in rows]
         outputs: list[Any] = self.llm.generate(prompts, parameters, use_tqdm=False)
         return outputs
 
-    def feed(self, rows: Sequence[TokenRow], path: Path, indices: Sequence[int]) -> None:
-        """As `start`, but without outputs, and returns when nothing but these rows is left to compute."""
-        self.llm.collective_rpc("capture_expect", args=(str(path), list(indices)))
+    def feed(self, rows: Sequence[TokenRow], places: Mapping[Path, Sequence[int]]) -> None:
+        """As `start`, but into several files and without outputs; returns when nothing but these rows is left to compute."""
+        self._expect(places)
         self._feed.put(rows)
+
+    def _expect(self, places: Mapping[Path, Sequence[int]]) -> None:
+        self.llm.collective_rpc("capture_expect", args=({str(path): list(indices) for path, indices in places.items()},))
 
     def drain(self) -> None:
         """Computes what was fed."""
@@ -120,7 +123,7 @@ class Extractor:
     def results(self, wait: bool = False) -> list[dict[str, Any]]:
         """Of the oldest computed batches: those that are written, or all. StageError where one failed.
 
-        A result is {"path", "keys", "rejected": [[row_key, layer, reason]]}.
+        A result is {"paths", "keys", "rejected": [[row_key, layer, reason]]}.
         """
         answers = self.llm.collective_rpc("capture_results", args=(wait, self._feed.batches()))
         results: list[dict[str, Any]] = next((answer for answer in answers if answer), [])
@@ -258,12 +261,23 @@ def run_batches(part: Part, extractor: Extractor, batches: Sequence[Batch]) -> N
     at the end, each row alone, and only that rejects it.
     """
     progress = Progress("extract_hidden_states", len(part.rows), done=len(part.rows) - len(part.missing()))
-    missing = {shard: part.missing(shard) for shard in {batch.shard for batch in batches}}
+    missing = {shard: part.missing(shard) for batch in batches for shard in batch.shards}
     finished: list[Future[Path | None]] = []
     doubtful: list[Batch] = []
     running: deque[Batch] = deque()
 
     with ThreadPoolExecutor(1, thread_name_prefix="finish") as finisher:
+
+        def settle(batch: Batch, keys: set[str]) -> None:
+            """These rows of the batch are in their files."""
+            done = set[str]()
+            for shard in batch.shards:
+                found = missing[shard] & keys
+                missing[shard] -= found
+                done |= found
+                if found and not missing[shard]:
+                    finished.append(finisher.submit(part.finish, shard))
+            progress.advance(len(done), tokens=sum(len(part.rows[key]) for key in done))
 
         def enter(results: Sequence[dict[str, Any]], again: bool = True) -> None:
             """Takes written batches; with `again`, what was not finite is put off instead of rejected."""
@@ -272,33 +286,33 @@ def run_batches(part: Part, extractor: Extractor, batches: Sequence[Batch]) -> N
                 overflowed = {key for key, *_ in result["rejected"]} if again else set()
                 if overflowed:
                     extractor.clear_cache()
-                    doubtful.extend(Batch(batch.shard, (key,)) for key in batch.keys if key in overflowed)
+                    doubtful.extend(Batch(batch.shards, (key,)) for key in batch.keys if key in overflowed)
                     result = {**result, "rejected": []}
                 part.take(result)
-                done = missing[batch.shard].intersection(batch.keys) - overflowed
-                missing[batch.shard] -= done
-                progress.advance(len(done), tokens=sum(len(part.rows[key]) for key in done))
-                if not missing[batch.shard]:
-                    finished.append(finisher.submit(part.finish, batch.shard))
+                settle(batch, set(batch.keys) - overflowed)
             for future in finished:
                 if future.done():
                     future.result()  # a full disk must not wait for the last batch
 
-        def feed(batch: Batch, path: Path, lacking: dict[str, list[int]]) -> None:
-            places = [place for key in batch.keys for place in lacking.get(key, [])]
+        def feed(batch: Batch, grown: Sequence[tuple[Path, dict[str, list[int]]]]) -> None:
+            places = {path: [place for key in batch.keys for place in lacking.get(key, [])] for path, lacking in grown}
+            asked = {path: found for path, found in places.items() if found}
+            if not asked:  # another group had all of them, too
+                settle(batch, set(batch.keys))
+                return
             running.append(batch)
-            extractor.feed([part.rows[key] for key in batch.keys], path, places)
+            extractor.feed([part.rows[key] for key in batch.keys], asked)
 
-        for shard, of_shard in groupby(batches, key=lambda batch: batch.shard):
-            grown = part.grow(shard)
-            for batch in of_shard:
-                feed(batch, *grown)
+        for shards, together in groupby(batches, key=lambda batch: batch.shards):
+            grown = [part.grow(shard) for shard in shards if missing[shard]]
+            for batch in together:
+                feed(batch, grown)
                 enter(extractor.results())
         extractor.drain()
         enter(extractor.results(wait=True))
         for batch in doubtful:
             extractor.clear_cache()
-            feed(batch, *part.grow(batch.shard))
+            feed(batch, [part.grow(shard) for shard in batch.shards if not missing[shard].isdisjoint(batch.keys)])
             extractor.drain()
             enter(extractor.results(wait=True), again=False)
     for future in finished:

@@ -97,10 +97,11 @@ class Part:
         return path, lacking
 
     def take(self, result: dict[str, Any]) -> None:
-        """Enters a written batch: {"path", "keys", "rejected": [[row_key, layer, reason]]}."""
+        """Enters a written batch: {"paths", "keys", "rejected": [[row_key, layer, reason]]}."""
         for key, layer, reason in result["rejected"]:
             self.rejected.put(key, {"layer": layer, "reason": reason})
-        self._enter(Path(result["path"]), result["keys"])
+        for path in map(Path, result["paths"]):
+            self._enter(path, [key for key in result["keys"] if key in self._growing[path].indices])
 
     def finish(self, shard: int) -> Path | None:
         """Makes the finished file of a shard whose rows are all there.

@@ -88,12 +88,12 @@ def test_rows_that_are_fed_while_others_are_computed_end_up_in_their_places(llam
     for number, chosen in enumerate((rows[:2], rows[2:3], rows[3:], rows[:1])):
         (tmp_path / str(number)).mkdir()
         files.append(make_shard(llama, chosen, tmp_path / str(number)))
-        llama.feed(chosen, files[-1], range(len(chosen)))
+        llama.feed(chosen, {files[-1]: range(len(chosen))})
         results += llama.results()
         assert number or not results  # nothing has been computed yet: the engine waits for company
     llama.drain()
     results += llama.results(wait=True)
-    assert [result["path"] for result in results] == list(map(str, files))
+    assert [result["paths"] for result in results] == [[str(path)] for path in files]
     found = [row for path in files for row in Shard(path)]
     for row, expected in zip(found, [*alone, alone[0]], strict=True):
         assert row.key == expected.key
@@ -132,7 +132,7 @@ def test_a_row_with_nan_is_rejected_with_its_layer(llama: Extractor, tmp_path: P
         for handle in handles:
             handle.remove()
     keys = sorted([rows[0].key, rows[2].key])
-    assert results == [{"path": str(path), "keys": keys, "rejected": [[rows[1].key, 4, "not finite"]]}]
+    assert results == [{"paths": [str(path)], "keys": keys, "rejected": [[rows[1].key, 4, "not finite"]]}]
     assert [Shard(path).written(index) for index in range(3)] == [True, False, True]
 
 

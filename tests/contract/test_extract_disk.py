@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.eagle3.batches import TOGETHER
 from scripts.eagle3.config import Target
 from scripts.eagle3.processes import descendants
 from scripts.eagle3.shards import Shard
@@ -66,11 +67,11 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 def test_a_full_disk_is_named_and_extraction_goes_on_after_room_is_made(
     tiny_llama: Target, tmp_path: Path, disk: SmallDisk
 ) -> None:
-    shards = [token_rows(1, 30), token_rows(2, 300)]
+    shards = [token_rows(number, 8) for number in range(TOGETHER)] + [token_rows(TOGETHER, 300)]
     run = Extraction(tmp_path, tiny_llama, shards, store=disk.seen / "store")
     place = {"store": disk.inside / "store"}  # as the job sees it
     job = run.start(*disk.enter, **place)
-    wait_until(lambda: run.stored("shards/*.pt") or job.poll() is not None, "the first shard", ENDS_WITHIN_S)
+    wait_until(lambda: len(run.stored("shards/*.pt")) == TOGETHER or job.poll() is not None, "the first shards", ENDS_WITHIN_S)
     assert job.poll() is None, run.printed()
     disk.fill()
     assert job.wait(ENDS_WITHIN_S) == 1
@@ -79,20 +80,19 @@ def test_a_full_disk_is_named_and_extraction_goes_on_after_room_is_made(
     assert "cannot write: No space left on device; make room" in last
     assert run.printed().count("Traceback") == 0
     run.wait_until_empty()
-    (finished,) = run.stored("shards/*.pt")
-    before = finished.read_bytes()
-    assert all(row.key for row in Shard(finished))
-    written, started = run.written(), len(run.started())
-    assert 30 <= written < 330
+    finished = {path: path.read_bytes() for path in run.stored("shards/*.pt")}
+    assert all(row.key for path in finished for row in Shard(path))
+    written, started, total = run.written(), len(run.started()), sum(map(len, shards))
+    assert total - 300 <= written < total
 
     disk.resize(128)
     run.finish(*disk.enter, **place)
-    assert f"{written}/330 rows were finished by an earlier run" in run.printed()
-    assert len(run.started()) - started <= 330 - written + 1  # of a batch that was half written
-    assert finished.read_bytes() == before
-    rows = [row["row_key"] for row in shards[1]]
-    (second,) = (path for path in run.stored("shards/*.pt") if path != finished)
-    assert [row.key for row in Shard(second)] == rows
+    assert f"{written}/{total} rows were finished by an earlier run" in run.printed()
+    assert len(run.started()) - started <= total - written + 1  # of a batch that was half written
+    assert all(path.read_bytes() == before for path, before in finished.items())
+    rows = [row["row_key"] for row in shards[-1]]
+    (last_shard,) = (path for path in run.stored("shards/*.pt") if path not in finished)
+    assert [row.key for row in Shard(last_shard)] == rows
 
 
 def own_memory(pid: int) -> int:

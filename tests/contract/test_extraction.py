@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.eagle3.batches import TOGETHER
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.packing import TrainingRows, open_shards
@@ -150,6 +151,17 @@ def test_killed_extraction_resumes_without_recomputing_to_the_same_bytes(finishe
     assert f"{growing}: row {damaged} ({shard.row_keys[damaged]}) is damaged" in errors
     assert f"{kept - 1}/{2 * ROWS_PER_SHARD} rows were finished by an earlier run" in errors
     assert run.files() == finished.files()
+
+
+def test_rows_that_stand_in_several_shards_are_in_each_of_them(tiny_llama: Target, tmp_path: Path) -> None:
+    run, rows = Run(tmp_path, tiny_llama), [make_token_rows(seed)[:6] for seed in range(TOGETHER)]
+    # one in the same group, one in the next, and a shard of the next group that has nothing of its own
+    shards = [rows[0], [*rows[1], rows[0][1]], *rows[2:], [rows[0][0], *make_token_rows(9)[:3]], rows[0][2:4]]
+    write_tokens(run.folder / "tokens/part-0", tiny_llama, shards)
+    run.finish(shards=len(shards))
+    for number, expected in enumerate(shards):
+        shard = Shard(run.folder / f"hidden/part-0/shard-{number}.pt")
+        assert [row.key for row in shard] == [row["row_key"] for row in expected]
 
 
 def test_finished_part_starts_no_engine_and_makes_lost_outputs_again(finished: Run) -> None:

@@ -1,4 +1,4 @@
-"""Batches: every row once, never across shards, within the budget; a plan is kept and only extended."""
+"""Batches: every row once, of few shards at a time, within the budget; a plan is kept and only extended."""
 
 from pathlib import Path
 
@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.eagle3.batches import Batch, TokenRow, make_row, plan_batches, read_token_shard, resume_plan
+from scripts.eagle3.batches import TOGETHER, Batch, TokenRow, make_row, plan_batches, read_token_shard, resume_plan
 from scripts.eagle3.errors import StageError
+from scripts.eagle3.files import read_json, write_json
 from scripts.eagle3.rows import TOKENS, row_key, write_rows
 
 
@@ -17,16 +18,18 @@ def shard(*lengths: int, first: int = 0) -> list[TokenRow]:
 
 
 @given(
-    st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=20), min_size=1, max_size=4),
+    st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=20), min_size=1, max_size=2 * TOGETHER + 1),
     st.integers(2, 80),
     st.integers(1, 5),
 )
 def test_plan_holds_each_row_once_within_the_budget(lengths: list[list[int]], budget: int, max_rows: int) -> None:
     shards = [shard(*numbers, first=100 * index) for index, numbers in enumerate(lengths)]
     batches = plan_batches(shards, budget, max_rows)
-    for number, rows in enumerate(shards):
-        length = {row.key: len(row) for row in rows}
-        mine = [batch.keys for batch in batches if batch.shard == number]
+    assert [number for numbers in sorted({batch.shards for batch in batches}) for number in numbers] == [*range(len(shards))]
+    for numbers in {batch.shards for batch in batches}:
+        assert len(numbers) <= TOGETHER
+        length = {row.key: len(row) for number in numbers for row in shards[number]}
+        mine = [batch.keys for batch in batches if batch.shards == numbers]
         assert sorted(key for keys in mine for key in keys) == sorted(length)
         for keys in mine:
             assert len(keys) <= max_rows
@@ -63,15 +66,25 @@ def test_plan_is_extended_for_rows_that_it_lacks_and_replaced_for_other_rows(tmp
     rows = [shard(5, 9, 2)]
     held = rows[0][0].key  # another part had it when the plan was made
     first = resume_plan(tmp_path / "plan.json", rows, {row.key for row in rows[0][1:]}, 20, 4)
-    assert resume_plan(tmp_path / "plan.json", rows, {row.key for row in rows[0]}, 20, 4) == [*first, Batch(0, (held,))]
+    assert resume_plan(tmp_path / "plan.json", rows, {row.key for row in rows[0]}, 20, 4) == [*first, Batch((0,), (held,))]
     other = [shard(7, 8, first=50)]
     assert {
         key for batch in resume_plan(tmp_path / "plan.json", other, {row.key for row in other[0]}, 20, 4) for key in batch.keys
     } == {row.key for row in other[0]}
 
 
+def test_a_plan_of_other_groups_is_replaced(tmp_path: Path) -> None:
+    rows, path = [shard(5, 9, 2)], tmp_path / "plan.json"
+    keys = {row.key for row in rows[0]}
+    first = resume_plan(path, rows, keys, 20, 4)
+    found = read_json(path)
+    write_json(path, {"rows": found["rows"], "batches": [{"shard": 0, "keys": list(keys)}]})  # as older versions planned
+    assert resume_plan(path, rows, keys, 20, 4) == first
+    assert read_json(path) == found
+
+
 def test_batch_files_are_named_by_their_rows() -> None:
-    assert Batch(0, ("a", "b")).file_name == Batch(1, ("a", "b")).file_name != Batch(0, ("b", "a")).file_name
+    assert Batch((0,), ("a", "b")).file_name == Batch((1,), ("a", "b")).file_name != Batch((0,), ("b", "a")).file_name
 
 
 def write(path: Path, ids: list[int], mask: list[bool], key: str | None = None) -> Path:

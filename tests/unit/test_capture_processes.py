@@ -33,7 +33,7 @@ def start(folder: Path) -> CaptureWriter:
 
 
 def compute(writer: CaptureWriter, folder: Path, row: int) -> None:
-    writer.expect(folder / "shard-0.pt", [row], [2])
+    writer.expect({folder / "shard-0.pt": [row]}, [2])
     writer.take(torch.tensor(ROWS[row]), torch.arange(3), [torch.zeros(3, 4)])
 
 

@@ -36,7 +36,7 @@ def make_shard(path: Path, rows: list[list[int]], dtype: torch.dtype = torch.flo
 def run(path: Path, indices: list[int], *steps: Step) -> dict[str, Any]:
     """The result of a batch whose forward passes are `steps`: ids and positions; states are the token's index in its step."""
     writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
-    writer.expect(path, indices, LAYERS)
+    writer.expect({path: indices}, LAYERS)
     for ids, positions in steps:
         state = torch.arange(len(ids)).float()[:, None].expand(-1, HIDDEN)
         writer.take(torch.tensor(ids), torch.tensor(positions), [state, state + 100])
@@ -95,12 +95,12 @@ def test_rows_that_only_keep_company_are_not_written(tmp_path: Path) -> None:
 def test_a_row_with_infinity_is_rejected_with_its_layer_and_the_others_are_kept(tmp_path: Path) -> None:
     path = make_shard(tmp_path / "shard-0.pt", [[5, 6], [8, 9]])
     writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
-    writer.expect(path, [0, 1], LAYERS)
+    writer.expect({path: [0, 1]}, LAYERS)
     states = [torch.ones(4, HIDDEN), torch.ones(4, HIDDEN)]
     states[1][3, 5] = float("inf")
     writer.take(torch.tensor([5, 6, 8, 9]), torch.tensor([0, 1, 0, 1]), states)
     keys = Shard(path).row_keys
-    assert writer.results(wait=True) == [{"path": str(path), "keys": [keys[0]], "rejected": [[keys[1], 8, "not finite"]]}]
+    assert writer.results(wait=True) == [{"paths": [str(path)], "keys": [keys[0]], "rejected": [[keys[1], 8, "not finite"]]}]
     assert (Shard(path).written(0), Shard(path).written(1)) == (True, False)
 
 
@@ -111,7 +111,7 @@ def test_many_forward_passes_of_many_batches_end_up_in_their_places(tmp_path: Pa
     for name in ("shard-0.pt", "shard-1.pt"):
         make_shard(tmp_path / name, rows)
         for start in range(0, len(rows), 4):
-            writer.expect(tmp_path / name, list(range(start, start + 4)), LAYERS)
+            writer.expect({tmp_path / name: list(range(start, start + 4))}, LAYERS)
             for ids in rows[start : start + 4]:
                 state = torch.tensor(ids).float()[:, None].expand(-1, HIDDEN)
                 writer.take(torch.tensor(ids), torch.tensor([0, 1]), [state, -state])
@@ -131,17 +131,32 @@ def test_a_pass_may_hold_rows_of_two_batches_and_files(tmp_path: Path) -> None:
         state = torch.tensor(ids).float()[:, None].expand(-1, HIDDEN)
         writer.take(torch.tensor(ids), torch.tensor(positions), [state, -state])
 
-    writer.expect(tmp_path / "shard-0.pt", [0, 1], LAYERS)
+    writer.expect({tmp_path / "shard-0.pt": [0, 1]}, LAYERS)
     take(5, 6, positions=[0, 1])
-    writer.expect(tmp_path / "shard-1.pt", [0, 1], LAYERS)
+    writer.expect({tmp_path / "shard-1.pt": [0, 1]}, LAYERS)
     assert writer.results(wait=True, computing=2) == []
     take(8, 9, 1, 2, 3, positions=[0, 1, 0, 1, 2])
     (first,) = writer.results(wait=True, computing=1)
-    assert first["path"].endswith("shard-0.pt") and len(first["keys"]) == 2
+    assert first["paths"][0].endswith("shard-0.pt") and len(first["keys"]) == 2
     take(5, 6, positions=[0, 1])
     (second,) = writer.results(wait=True)
-    assert second["path"].endswith("shard-1.pt") and len(second["keys"]) == 2
+    assert second["paths"][0].endswith("shard-1.pt") and len(second["keys"]) == 2
     assert [row.hidden_states[:, 0, 0].tolist() for row in Shard(tmp_path / "shard-0.pt")] == [[5, 6], [8, 9]]
+    assert [row.hidden_states[:, 0, 0].tolist() for row in Shard(tmp_path / "shard-1.pt")] == [[1, 2, 3], [5, 6]]
+
+
+def test_a_batch_may_be_of_several_files_and_a_row_of_two_of_them_is_written_into_both(tmp_path: Path) -> None:
+    rows = {"shard-0.pt": [[5, 6], [8, 9]], "shard-1.pt": [[1, 2, 3], [5, 6]]}
+    for name, ids in rows.items():
+        make_shard(tmp_path / name, ids)
+    writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
+    writer.expect({tmp_path / "shard-0.pt": [0], tmp_path / "shard-1.pt": [0, 1]}, LAYERS)
+    state = torch.tensor([1, 2, 3, 5, 6, 8, 9]).float()[:, None].expand(-1, HIDDEN)
+    writer.take(torch.tensor([1, 2, 3, 5, 6, 8, 9]), torch.tensor([0, 1, 2, 0, 1, 0, 1]), [state, -state])
+    (result,) = writer.results(wait=True)
+    assert result["paths"] == [str(tmp_path / name) for name in rows] and len(result["keys"]) == 2
+    assert not Shard(tmp_path / "shard-0.pt").written(1)
+    assert Shard(tmp_path / "shard-0.pt").row(0).hidden_states[:, 0, 0].tolist() == [5, 6]
     assert [row.hidden_states[:, 0, 0].tolist() for row in Shard(tmp_path / "shard-1.pt")] == [[1, 2, 3], [5, 6]]
 
 
@@ -149,7 +164,7 @@ def test_states_in_float8_come_back_within_its_rounding(tmp_path: Path) -> None:
     path = make_shard(tmp_path / "shard-0.pt", [[5, 6, 7]], DTYPES["fp8"])
     states = [torch.randn(3, HIDDEN) * torch.tensor([[1e-3], [1.0], [1e5]]), torch.zeros(3, HIDDEN)]
     writer = CaptureWriter(16, len(LAYERS), 4 * HIDDEN * len(LAYERS))
-    writer.expect(path, [0], LAYERS)
+    writer.expect({path: [0]}, LAYERS)
     writer.take(torch.tensor([5, 6, 7]), torch.tensor([0, 1, 2]), states)
     assert writer.results(wait=True)[0]["keys"]
     row = Shard(path).row(0)
