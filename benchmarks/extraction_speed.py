@@ -10,11 +10,15 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,8 @@ from scripts.eagle3.target import text_config
 MAX_ROWS = 128
 SHORTEST, LONGEST = 256, 2048
 BATCHES_PER_SHARD = 8
-SAMPLE_S = 0.05
+SAMPLE_S = 0.02
+PLACES, CALLERS = 16, 3
 TURNS = 2
 DISK_BYTES, DISK_PIECE = 4 << 30, 64 << 20
 
@@ -67,11 +72,13 @@ def shards_of(rows: list[TokenRow], batch_tokens: int) -> list[list[TokenRow]]:
 
 
 class Watch:
-    """Samples while it is open: the GPU's idle share, and the peak of this process's own memory in bytes."""
+    """Samples while it is open: the GPU's idle share, the peak of this process's own memory, where the engine's thread is."""
 
     def __init__(self) -> None:
         self.busy: list[float] = []
         self.peak_bytes = 0
+        self.places: Counter[str] = Counter()
+        self._thread = threading.get_ident()
         self._end = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
 
@@ -86,7 +93,9 @@ class Watch:
     def record(self) -> dict[str, Any]:
         """For the result."""
         idle = {"gpu_idle": round(1 - sum(self.busy) / len(self.busy) / 100, 3)} if self.busy else {}
-        return {**idle, "host_gb": self.peak_bytes / 1e9}
+        total = self.places.total()
+        places = {place: round(count / total, 3) for place, count in self.places.most_common(PLACES)}
+        return {**idle, "host_gb": self.peak_bytes / 1e9, "engine_thread": places}
 
     def _sample(self) -> None:
         import torch
@@ -98,6 +107,8 @@ class Watch:
             status = Path("/proc/self/status").read_text().splitlines()
             own = [int(line.split()[1]) * 1024 for line in status if line.startswith(("RssAnon:", "RssShmem:"))]
             self.peak_bytes = max(self.peak_bytes, sum(own))
+            stack = [frame for frame, _ in islice(traceback.walk_stack(sys._current_frames()[self._thread]), CALLERS)]
+            self.places[" < ".join(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" for frame in stack)] += 1
 
 
 def plain(llm: Any, rows: Sequence[TokenRow], batches: Sequence[Batch]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.float8_e4m3fn}
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 UNWRITTEN = -1
+ID_BYTES = torch.int32.itemsize
 STATES = ("hidden_states", "scales")
 KEYS = ("hidden_states", "token_ids", "loss_mask", "row_offsets", "row_keys", "row_crc32", "meta")
 # of zip's local file header: its length, and where the lengths of name and extra field stand
@@ -170,17 +171,19 @@ class ShardWriter:
             self.indices.setdefault(key, []).append(index)
         self._places = _places(path, self.shard.content)
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 - open as long as rows come
+        # of all rows, as slices are taken for each row of each batch
+        self._ids, self._mask = (_bytes(self.shard.content[name]) for name in ("token_ids", "loss_mask"))
         self._token_bytes = {
             name: tensor[0].numel() * tensor.element_size() for name, tensor in self.shard.content.items() if name in STATES
         }
 
     def place(self, index: int) -> Place:
         """Where row `index` lies in the file."""
-        row, start = self.shard.tokens(index), self.shard.offsets[index]
+        start, end = self.shard.offsets[index : index + 2]
         states, scales = (
             self._places[name] + start * self._token_bytes[name] if name in self._places else 0 for name in STATES
         )
-        checksum = zlib.crc32(_bytes(row.loss_mask), zlib.crc32(_bytes(row.token_ids)))
+        checksum = zlib.crc32(self._mask[start:end], zlib.crc32(self._ids[ID_BYTES * start : ID_BYTES * end]))
         return Place(str(self.shard.path), states, scales, self._places["row_crc32"] + 8 * index, checksum)
 
     def put(self, index: int, states: torch.Tensor, scales: torch.Tensor | None = None) -> None:
