@@ -95,6 +95,8 @@ def check_weights(folder: Path, partial: bool = False) -> str:
     absent = [name for name in placed if not (folder / name).is_file()]
     if partial and absent:
         raise Skipped(f"{len(absent)} of {len(placed)} files are not in the hub's cache yet: jobs download what they need")
+    if absent:
+        raise Fault(f"{folder}: {len(absent)} of {len(placed)} weight files are missing, e.g. {min(absent)}", FETCH_AGAIN)
     problems = []
     for name in sorted(placed):
         try:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.eagle3.checks_gpus import check_gpus
+from scripts.eagle3.checks_target import check_weights
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json
-from scripts.eagle3.target import check_shards, resolve_folder, text_config
+from scripts.eagle3.target import check_names, resolve_folder, text_config
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,12 @@ def load_engine(
     """Loads the target; `options` go to `vllm.LLM` as they are and win.
 
     max_model_len is in tokens. Prefix caching is off: a cached prefix is not computed, so its states would be missing.
+    The weights' headers and names are checked first: an engine would notice after minutes of loading, or not at all.
     Eager is forced on CPUs, where compiling costs minutes (measured: 140 s for a 135M target) and gains little.
     """
     folder = resolve_folder(target, weights=True)
-    check_shards(target)
+    check_weights(folder)
+    check_names(target)
     text = text_config(target)
     if not on_cpu():
         check_gpus(target, hardware.gpu_memory_percent)

@@ -18,6 +18,7 @@ from scripts.eagle3.files import read_json, sha256_file
 
 # A single-file checkpoint up to this size is hashed whole; beyond it and for sharded ones the index, or the header, stands in.
 WHOLE_HASH_BYTES = 4 << 30
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
 # tokenization*.py and tool_declaration*.py: code that comes with the target and decides ids too (Kimi-K2.5)
 TOKENIZER_FILES = ("tokeniz", "tiktoken", "special_tokens", "vocab", "merges", "tool_declaration")
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
@@ -147,6 +148,8 @@ def load_tokenizer(target: Target) -> Any:
             f"{folder}: the tokenizer is Python code that comes with the target ({code}), and target.trust_remote_code is "
             "off; read that code, then set target.trust_remote_code: true"
         )
+    if not any(path for pattern in VOCABULARY_FILES for path in folder.glob(pattern)):
+        raise StageError(f"{folder}: no vocabulary, none of {', '.join(VOCABULARY_FILES)}; {FETCH_AGAIN}")
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=target.trust_remote_code)
 
 
@@ -226,15 +229,6 @@ def check_names(target: Target) -> None:
     expected = text.get("n_routed_experts")
     if experts and expected and experts != set(range(expected)):
         raise StageError(f"{where} with {expected} experts, the last layer's weights have {len(experts)}; {advice}")
-
-
-def check_shards(target: Target) -> None:
-    """StageError naming a file of the index that is not there: an engine would notice it after minutes of loading."""
-    folder = resolve_folder(target, weights=True)
-    files = set(read_json(folder / INDEX)["weight_map"].values()) if (folder / INDEX).is_file() else {SINGLE}
-    missing = sorted(file for file in files if not (folder / file).is_file())
-    if missing:
-        raise StageError(f"{folder}: {len(missing)} of {len(files)} weight files are missing, e.g. {missing[0]}; {FETCH_AGAIN}")
 
 
 def read_tensor(target: Target, names: tuple[str, ...]) -> Any | None:

@@ -16,8 +16,8 @@ from scripts.eagle3.errors import StageError
 
 HARDWARE = Path(__file__).parents[2] / "config" / "hardware.yaml"
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
-# of a position, in values: fitted to six steps on one H200 (docs/kimi-k2.5.md), whose peaks it meets within 5 %. Of four more at
-# ZeRO 0 and 3 it meets three within 7 %; at ZeRO 3 with packs of 4,096, where gathered weights are the peak, it is 10 % low.
+# of a position, in values: fitted to six steps on one H200 (docs/kimi-k2.5.md), whose peaks it meets within 5 %. Of four more,
+# of ZeRO 0 and 3, it meets three within 7 %; with packs of 4,096 at ZeRO 3 gathered weights are the peak, and it is 10 % low.
 # Several decoder layers were not measured
 KEY_VALUE_COPIES, MLP_COPIES, HIDDEN_COPIES, STATE_COPIES = 2.5, 7, 17, 1
 

@@ -25,7 +25,7 @@ from scripts.eagle3.draft_files import WEIGHTS
 from scripts.eagle3.engine import Hardware, load_engine
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.target import INDEX
-from tests.preflight_case import assert_red, config_for, edit_json, line
+from tests.preflight_case import assert_red, config_for, copy_target, edit_json, line
 
 LAYERS, EXPERTS, SHARDS = 61, 6, 64
 HIDDEN, VOCABULARY = 32, 1024
@@ -274,6 +274,22 @@ def test_shard_that_is_missing_is_named_before_the_engine_is_built(kimi):
         (Path(kimi.path) / shard(number)).unlink()
     with pytest.raises(StageError, match=f"2 of 64 weight files are missing, e.g. {shard(7)}"):
         load_engine(kimi, Hardware(), max_model_len=64, eager=True)
+
+
+def test_shard_that_is_cut_off_is_named_before_the_engine_is_built(tiny_llama, tmp_path):
+    cut = copy_target(tiny_llama, tmp_path / "cut")
+    path = Path(cut.path) / "model.safetensors"
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 5)
+    with pytest.raises(StageError, match=r"model.safetensors is cut off: \d+ bytes, its header says"):
+        load_engine(cut, Hardware(), max_model_len=64, eager=True)
+
+
+def test_weights_of_another_model_are_named_before_the_engine_is_built(tiny_llama, tmp_path):
+    other = copy_target(tiny_llama, tmp_path / "other")
+    edit_json(Path(other.path) / "config.json", lambda config: config.update(model_type="kimi_k25", text_config=dict(config)))
+    with pytest.raises(StageError, match=r"named model\.\*, not language_model\.\*: Kimi-K2"):
+        load_engine(other, Hardware(), max_model_len=64, eager=True)
 
 
 def test_shard_of_a_wanted_tensor_that_is_missing_is_named(kimi, tmp_path):

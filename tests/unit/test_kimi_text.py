@@ -139,6 +139,12 @@ def test_ids_as_published_are_green(copy: Target) -> None:
     assert "17 ids are as published" in line(lines, "Kimi's ids").found
 
 
+def test_a_missing_vocabulary_is_named(copy: Target) -> None:
+    (Path(copy.path) / "tiktoken.model").unlink()
+    found = line(tokenizer_lines(copy, config_for(copy)), "vocabulary")
+    assert_red(found, f"{copy.path}: no vocabulary, none of tokenizer.json, *.model", "fetch the target again")
+
+
 @pytest.mark.parametrize("distance", [-1, -2, -3, 1, 2, 3])
 def test_shifted_ids_are_red_and_the_shift_is_named(copy: Target, distance: int) -> None:
     shift_ids(Path(copy.path), f"number + {distance}")

@@ -80,7 +80,7 @@ def fill_with_text(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (Path.unlink, "is missing"),
+        (Path.unlink, "1 of 2 weight files are missing"),
         (lambda path: path.write_bytes(b""), "is no safetensors file"),
         (fill_with_text, "is no safetensors file"),
         (cut_off, "is cut off: "),
