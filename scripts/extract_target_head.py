@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError, expect
-from scripts.eagle3.files import read_json, write_atomically
+from scripts.eagle3.files import write_atomically
 from scripts.eagle3.plain_head import check_plain_head
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.target import (
@@ -25,6 +25,7 @@ from scripts.eagle3.target import (
     read_tensor,
     resolve_folder,
     text_config,
+    ties_head,
     weight_bytes,
 )
 
@@ -52,7 +53,7 @@ def read_head_tensors(target: Target, text: Mapping[str, Any]) -> dict[str, Any]
     folder = resolve_folder(target)
     embedding = _require(read_tensor(target, EMBEDDING_NAMES), EMBEDDING_NAMES, folder)
     norm = _require(read_tensor(target, NORM_NAMES), NORM_NAMES, folder)
-    tied = text.get("tie_word_embeddings", read_json(folder / "config.json").get("tie_word_embeddings"))
+    tied = ties_head(target)
     head = None if tied else read_tensor(target, HEAD_NAMES)
     if head is None:
         if tied is False:

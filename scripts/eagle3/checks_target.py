@@ -24,6 +24,7 @@ from scripts.eagle3.target import (
     resolve_folder,
     tensor_names,
     text_config,
+    ties_head,
 )
 
 MADE_HERE = "results/targets/"
@@ -52,6 +53,8 @@ def here(target: Target) -> Target:
         )
     except LocalEntryNotFoundError:
         raise Skipped(f"hub id {target.path}, not in the cache yet: downloaded by the first job that needs it") from None
+    if not (Path(folder) / "config.json").is_file() or not any((Path(folder) / name).is_file() for name in (INDEX, SINGLE)):
+        raise Skipped(f"hub id {target.path}, in the cache in part: the first job that needs it downloads the rest")
     return target.model_copy(update={"path": folder})
 
 
@@ -129,7 +132,8 @@ def placed_tensors(folder: Path) -> dict[str, set[str]]:
 
 def refuse_pointers(folder: Path) -> None:
     """Git without LFS leaves a text of three lines in place of each large file."""
-    pointers = [path.name for path in sorted(folder.iterdir()) if is_pointer(path)]
+    read = {path for pattern in ("*.safetensors", *SMALL_FILES) for path in folder.glob(pattern)}
+    pointers = [path.name for path in sorted(read) if is_pointer(path)]
     if pointers:
         raise Fault(
             f"{folder}: {some(pointers)} only point to Git LFS, their content was not fetched",
@@ -171,9 +175,9 @@ def read_header(path: Path) -> dict[str, Any]:
 
 def check_head(target: Target) -> str:
     """The three tensors that the draft shares with the target, by the names that are looked for."""
-    folder, text = resolve_folder(target), text_config(target)
+    folder = resolve_folder(target)
     names = tensor_names(folder)
-    tied = text.get("tie_word_embeddings", read_json(folder / "config.json").get("tie_word_embeddings"))
+    tied = ties_head(target)
     wanted = {"embedding": EMBEDDING_NAMES, "final norm": NORM_NAMES, "head": HEAD_NAMES}
     for what, known in wanted.items():
         if not names & set(known) and not (what == "head" and tied is not False):

@@ -15,16 +15,17 @@ from scripts.eagle3.errors import RowRejected, StageError
 from scripts.eagle3.files import read_json
 from scripts.eagle3.target import chat_template, load_tokenizer, resolve_folder, stop_token_ids, text_config
 
-# Ids that Kimi-K2.5 was published with. That its files agree with each other is not enough: a folder that a converting
-# library has saved again is shifted throughout.
-KIMI_IDS = {
+# Ids of the published tokenizer_config.json, as public code quotes it. That a folder's files agree with each other is not
+# enough: one that a converting library has saved again is shifted throughout.
+K2_IDS = {
     **{"[BOS]": 163584, "[EOS]": 163585, "<|im_end|>": 163586, "<|im_user|>": 163587, "<|im_assistant|>": 163588},
     **{"<|im_system|>": 163594, "<|tool_calls_section_begin|>": 163595, "<|tool_calls_section_end|>": 163596},
     **{"<|tool_call_begin|>": 163597, "<|tool_call_argument_begin|>": 163598, "<|tool_call_end|>": 163599},
-    **{"<|im_middle|>": 163601, "<|media_pad|>": 163605, "<think>": 163606, "</think>": 163607},
-    **{"[UNK]": 163838, "[PAD]": 163839},
+    **{"<|im_middle|>": 163601, "[UNK]": 163838, "[PAD]": 163839},
 }
+KIMI_IDS = {**K2_IDS, "<|media_pad|>": 163605, "<think>": 163606, "</think>": 163607}
 KIMI_TYPES = ("kimi_k2", "kimi_k25")
+KIMI_VOCABULARY = 163840
 OTHER_VERSION = "install the locked transformers (`make env`), or fetch the tokenizer's files again"
 DIALOGUE = (
     {"role": "user", "content": "Name a colour."},
@@ -129,8 +130,10 @@ def other_ids(tokenizer: Any, expected: Sequence[tuple[str, int, bool]]) -> list
 
 
 def shift(wrong: Sequence[tuple[str, int, Any]]) -> str:
-    """Names the fault of transformers 5 where ids are off by one to three, all to the same side; else nothing."""
+    """Names the fault of transformers 5 where several ids are off by one to three, all to the same side; else nothing."""
     distances = [found - number for _, number, found in wrong if isinstance(found, int)]
+    if len(distances) < 2:
+        return ""
     low, high = min(distances, default=0), max(distances, default=0)
     if not (-3 <= low <= high <= -1 or 1 <= low <= high <= 3):
         return ""
@@ -140,27 +143,30 @@ def shift(wrong: Sequence[tuple[str, int, Any]]) -> str:
 
 def is_kimi(target: Target) -> bool:
     """Whether the target is of Kimi's K2 family with its own vocabulary (the tiny targets have a small one)."""
-    folder = resolve_folder(target)
-    return (folder / "tiktoken.model").is_file() and text_config(target).get("model_type") in KIMI_TYPES
+    types = {read_json(resolve_folder(target) / "config.json").get("model_type"), text_config(target).get("model_type")}
+    return not types.isdisjoint(KIMI_TYPES) and text_config(target).get("vocab_size") == KIMI_VOCABULARY
 
 
 def check_kimi_tokens(tokenizer: Any, target: Target) -> str:
-    """The ids that Kimi-K2.5 was published with, and the three that its configs number."""
+    """The ids that Kimi-K2.5 was published with (K2: without those for images and thinking), and the three that its configs
+    number."""
     folder = resolve_folder(target)
-    wrong = other_ids(tokenizer, [(text, number, True) for text, number in KIMI_IDS.items()])
+    config = read_json(folder / "config.json")
+    published = KIMI_IDS if config.get("model_type") == "kimi_k25" else K2_IDS
+    wrong = other_ids(tokenizer, [(text, number, True) for text, number in published.items()])
     if wrong:
         told = [f"{text} is {found}, published as {number}" for text, number, found in wrong]
-        raise Fault(f"{len(wrong)} of {len(KIMI_IDS)} tokens have other ids: {some(told)}{shift(wrong)}", OTHER_VERSION)
+        advice = OTHER_VERSION if shift(wrong) else "the tokenizer is of another release: fetch the target again"
+        raise Fault(f"{len(wrong)} of {len(published)} tokens have other ids: {some(told)}{shift(wrong)}", advice)
     if KIMI_IDS["<|im_end|>"] not in stop_token_ids(target):
         raise Fault(
             f"<|im_end|> is {KIMI_IDS['<|im_end|>']}, eos_token_id is {stop_token_ids(target)}: answers would not end",
             "restore generation_config.json: its eos_token_id is <|im_end|>, the one in config.json is [EOS]",
         )
-    config = read_json(folder / "config.json")
     placeholder = config.get("media_placeholder_token_id", KIMI_IDS["<|media_pad|>"])
     if placeholder != KIMI_IDS["<|media_pad|>"]:
         raise Fault(f"<|media_pad|> is {KIMI_IDS['<|media_pad|>']}, media_placeholder_token_id {placeholder}", OTHER_VERSION)
-    return f"{len(KIMI_IDS)} ids are as published; <|im_end|> ends a turn"
+    return f"{len(published)} ids are as published; <|im_end|> ends a turn"
 
 
 def check_thinking(tokenizer: Any, responses: Regeneration) -> str:
@@ -172,12 +178,12 @@ def check_thinking(tokenizer: Any, responses: Regeneration) -> str:
 def check_named_tokens(tokenizer: Any, target: Target) -> str:
     """Beginning, end and padding as config.json and generation_config.json number them."""
     folder, text = resolve_folder(target), text_config(target)
-    path = folder / "generation_config.json"
+    wrapper, path = read_json(folder / "config.json"), folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     said = []
     for name in ("bos", "eos", "pad"):
         own = getattr(tokenizer, f"{name}_token_id")
-        files = {number for source in (text, generation) for number in _ids(source.get(f"{name}_token_id"))}
+        files = {number for source in (text, wrapper, generation) for number in _ids(source.get(f"{name}_token_id"))}
         if own is not None and files and own not in files:
             token = getattr(tokenizer, f"{name}_token")
             raise Fault(

@@ -18,7 +18,9 @@ from scripts.eagle3.files import read_json, sha256_file
 
 # A single-file checkpoint up to this size is hashed whole; beyond it and for sharded ones the index, or the header, stands in.
 WHOLE_HASH_BYTES = 4 << 30
-VOCABULARY_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
+VOCABULARY_FILES = ("tokenizer.json", "tekken.json", "*.model", "*.tiktoken", "vocab.*")
+# model types whose configurations are for an own head unless they say otherwise
+OWN_HEAD = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
 # tokenization*.py and tool_declaration*.py: code that comes with the target and decides ids too (Kimi-K2.5)
 TOKENIZER_FILES = ("tokeniz", "tiktoken", "special_tokens", "vocab", "merges", "tool_declaration")
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
@@ -31,7 +33,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.txt", "*.tiktoken")
 FETCH_AGAIN = "fetch the target again"
 LAYER = re.compile(r"layers\.(\d+)\.")
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
+EXPERT = re.compile(r"layers\.(\d+)\..*\.experts\.(\d+)\.")
 
 
 def resolve_folder(target: Target, weights: bool = False) -> Path:
@@ -148,8 +150,9 @@ def load_tokenizer(target: Target) -> Any:
             f"{folder}: the tokenizer is Python code that comes with the target ({code}), and target.trust_remote_code is "
             "off; read that code, then set target.trust_remote_code: true"
         )
-    if not any(path for pattern in VOCABULARY_FILES for path in folder.glob(pattern)):
-        raise StageError(f"{folder}: no vocabulary, none of {', '.join(VOCABULARY_FILES)}; {FETCH_AGAIN}")
+    found = [path for pattern in VOCABULARY_FILES for path in folder.glob(pattern)]
+    if not any(path.is_file() and path.stat().st_size for path in found):
+        raise StageError(f"{folder}: no vocabulary, none of {', '.join(VOCABULARY_FILES)} has content; {FETCH_AGAIN}")
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=target.trust_remote_code)
 
 
@@ -225,10 +228,22 @@ def check_names(target: Target) -> None:
         wrong = sorted(set(range(layers)) - found) or sorted(found - set(range(most)))
         what = "lack" if set(range(layers)) - found else "have"
         raise StageError(f"{where} with {layers} layers, the weights {what} layer {wrong[0]}; {advice}")
-    experts = {int(match[1]) for name in inner if name.startswith(f"layers.{layers - 1}.") and (match := EXPERT.search(name))}
-    expected = text.get("n_routed_experts")
-    if experts and expected and experts != set(range(expected)):
-        raise StageError(f"{where} with {expected} experts, the last layer's weights have {len(experts)}; {advice}")
+    expected, experts = text.get("n_routed_experts"), dict[int, set[int]]()
+    for name in inner:
+        if match := EXPERT.match(name):
+            experts.setdefault(int(match[1]), set()).add(int(match[2]))
+    if not expected or not experts or text.get("moe_layer_freq", 1) != 1:
+        return
+    for layer in range(text.get("first_k_dense_replace", 0), layers):
+        if (held := experts.get(layer, set())) != set(range(expected)):
+            raise StageError(f"{where} with {expected} experts, the weights of layer {layer} have {len(held)}; {advice}")
+
+
+def ties_head(target: Target) -> bool | None:
+    """Whether the head is the embedding; None where config.json leaves it to the family."""
+    config, text = read_json(resolve_folder(target) / "config.json"), text_config(target)
+    said = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    return False if said is None and text.get("model_type") in OWN_HEAD else said
 
 
 def read_tensor(target: Target, names: tuple[str, ...]) -> Any | None:

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from scripts.collect_conversations import run as collect
 from scripts.eagle3.chat import render_prompt
 from scripts.eagle3.checks import Fault, Skipped, check
-from scripts.eagle3.checks_rendering import SAME_IDS, Renderer, check_same_ids, rendering_lines, vllm_renderer
+from scripts.eagle3.checks_rendering import (
+    SAME_IDS,
+    Renderer,
+    check_same_ids,
+    collected_conversations,
+    rendering_lines,
+    vllm_renderer,
+)
 from scripts.eagle3.config import Conversations, Parts, Source, Target
 from scripts.eagle3.messages import normalise, normalise_tools
 from scripts.eagle3.target import load_tokenizer
@@ -103,15 +110,15 @@ def test_preflight_compares_the_runs_own_conversations(kimi_text: Target) -> Non
         assert int(only.found.split()[0]) >= 20
 
 
-def test_what_vllm_refuses_is_named_and_stops_nothing_unless_it_is_all(kimi_text: Target, tmp_path: Path) -> None:
-    texts = ["one", "a long question " * 20, "two"]
+def test_what_vllm_refuses_is_named_and_stops_nothing_unless_it_is_much(kimi_text: Target, tmp_path: Path) -> None:
+    texts = ["one", "a long question " * 20, *map(str, range(10))]
     rows = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in texts]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "long.jsonl").write_text(rows[1])
     theirs = vllm_renderer(kimi_text, 64)  # takes shorter prompts than the rows are
     found = check_same_ids(kimi_text, config(kimi_text, tmp_path / "rows.jsonl"), NOWHERE, theirs)
-    assert found.startswith("2 conversations") and "vLLM refuses rows.jsonl: row 2 (" in found
-    with pytest.raises(Fault, match=r"vLLM refuses all 1 conversations: long\.jsonl: row 1"):
+    assert found.startswith("11 conversations") and "vLLM refuses rows.jsonl: row 2 (" in found
+    with pytest.raises(Fault, match=r"vLLM refuses 1 of 1 conversations: long\.jsonl: row 1"):
         check_same_ids(kimi_text, config(kimi_text, tmp_path / "long.jsonl"), NOWHERE, theirs)
 
 
@@ -151,3 +158,7 @@ def test_what_the_run_has_collected_is_compared_whatever_its_source_was(kimi_tex
     (only,) = rendering_lines(kimi_text, config(kimi_text, Path("somebody/some-set"), responses={"thinking": 0.5}), tmp_path)
     assert only.state == "green" and "conversations collected give the ids" in only.found
     assert int(only.found.split()[0]) >= 20
+    compared = [conversation.name for conversation in collected_conversations(tmp_path)]
+    assert {name.split("/")[0] for name in compared} == {"part-0", "val", "eval"}
+    first = next(name for name in compared[4:] if name.startswith("part-0"))
+    assert int(first.split()[-1]) >= 1  # the file's rows are not taken from its head alone

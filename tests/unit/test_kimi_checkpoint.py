@@ -4,6 +4,7 @@ The shards without the three tensors have garbage for content, and sizes as the 
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -244,7 +245,7 @@ WRONG_NAMES = {
         lambda target: rename_tensors(target, lambda name: name.replace(".layers.60.", ".layers.61.")),
         "the weights lack layer 60",
     ),
-    "other experts": (lambda target: edit_text(target, n_routed_experts=8), "with 8 experts, the last layer's weights have 6"),
+    "other experts": (lambda target: edit_text(target, n_routed_experts=8), "with 8 experts, the weights of layer 1 have 6"),
 }
 
 
@@ -257,6 +258,31 @@ def test_names_that_do_not_fit_the_config_are_one_line(kimi, tmp_path, name):
     assert words in str(error.value) and kimi.path in str(error.value) and "fetch the target again" in str(error.value)
     assert "\n" not in str(error.value)
     assert_red(line(target_lines(config_for(kimi))[1], "names"), words)
+
+
+@pytest.mark.parametrize(
+    ("gone", "words"),
+    [
+        (r"layers\.5\.mlp\.", "the weights of layer 5 have 0"),
+        (r"layers\.39\..*\.experts\.", "the weights of layer 39 have 0"),
+        (r"experts\.3\.", "the weights of layer 1 have 5"),
+    ],
+)
+def test_experts_that_are_missing_anywhere_are_named(kimi, tmp_path, gone, words):
+    def drop(index):
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if not re.search(gone, name)}
+
+    edit_json(Path(kimi.path) / INDEX, drop)
+    with pytest.raises(StageError, match=words):
+        extract_target_head.run(kimi, tmp_path / "head.safetensors")
+
+
+def test_a_missing_head_is_no_tied_one(kimi, tmp_path):
+    edit_json(Path(kimi.path) / INDEX, lambda index: index["weight_map"].pop("language_model.lm_head.weight"))
+    edit_json(Path(kimi.path) / "config.json", lambda config: config.pop("tie_word_embeddings", None))
+    edit_text(kimi, tie_word_embeddings=None)
+    with pytest.raises(StageError, match=r"no tensor lm_head.weight or language_model.lm_head.weight"):
+        extract_target_head.run(kimi, tmp_path / "head.safetensors")
 
 
 def test_extra_layer_of_the_config_is_no_fault(kimi, tmp_path):

@@ -16,7 +16,7 @@ from scripts.eagle3.chat import (
     split_given_turns,
     template_variables,
 )
-from scripts.eagle3.checks_tokenizer import tokenizer_lines
+from scripts.eagle3.checks_tokenizer import is_kimi, tokenizer_lines
 from scripts.eagle3.config import Regeneration, Target
 from scripts.eagle3.errors import RowRejected, StageError
 from scripts.eagle3.generation import Completion, Dialogue, answer_message
@@ -142,7 +142,26 @@ def test_ids_as_published_are_green(copy: Target) -> None:
 def test_a_missing_vocabulary_is_named(copy: Target) -> None:
     (Path(copy.path) / "tiktoken.model").unlink()
     found = line(tokenizer_lines(copy, config_for(copy)), "vocabulary")
-    assert_red(found, f"{copy.path}: no vocabulary, none of tokenizer.json, *.model", "fetch the target again")
+    assert_red(found, f"{copy.path}: no vocabulary, none of tokenizer.json, tekken.json, *.model", "fetch the target again")
+
+
+def test_one_other_id_is_no_shift_and_a_k2_target_needs_no_ids_for_thinking(copy: Target) -> None:
+    shift_ids(Path(copy.path), "number if number != 163607 else 163608")
+    found = line(tokenizer_lines(copy, config_for(copy)), "Kimi's ids")
+    assert_red(found, "1 of 17 tokens", "</think> is 163608, published as 163607")
+    assert "shifted by" not in found.found and "of another release" in found.advice
+    edit_json(Path(copy.path) / "config.json", lambda config: config.update({**config.pop("text_config"), "model_type": "kimi_k2"}))
+    assert "14 ids are as published" in line(tokenizer_lines(copy, config_for(copy)), "Kimi's ids").found
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_folder_that_a_library_has_saved_again_is_asked_too(copy: Target, native: bool) -> None:
+    shift_ids(Path(copy.path), "number - 3")
+    if native:  # transformers' own class for the text model
+        edit_json(Path(copy.path) / "config.json", lambda config: config["text_config"].update(model_type="deepseek_v3"))
+    else:
+        (Path(copy.path) / "tiktoken.model").rename(Path(copy.path) / "other.model")
+    assert is_kimi(copy)
 
 
 @pytest.mark.parametrize("distance", [-1, -2, -3, 1, 2, 3])
