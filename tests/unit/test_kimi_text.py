@@ -150,7 +150,9 @@ def test_one_other_id_is_no_shift_and_a_k2_target_needs_no_ids_for_thinking(copy
     found = line(tokenizer_lines(copy, config_for(copy)), "Kimi's ids")
     assert_red(found, "1 of 17 tokens", "</think> is 163608, published as 163607")
     assert "shifted by" not in found.found and "of another release" in found.advice
-    edit_json(Path(copy.path) / "config.json", lambda config: config.update({**config.pop("text_config"), "model_type": "kimi_k2"}))
+    edit_json(
+        Path(copy.path) / "config.json", lambda config: config.update({**config.pop("text_config"), "model_type": "kimi_k2"})
+    )
     assert "14 ids are as published" in line(tokenizer_lines(copy, config_for(copy)), "Kimi's ids").found
 
 
