@@ -26,7 +26,7 @@ from benchmarks.extraction_speed import target_of
 from benchmarks.harness import Step, make_parser, run_one, run_steps
 from scripts.eagle3.config import Draft, Target, Training, Vocabulary
 from scripts.eagle3.draft_files import DraftFiles
-from scripts.eagle3.engine import on_cpu
+from scripts.eagle3.engine import on_cpu, visible_gpus
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import read_json, write_json, write_text
 from scripts.eagle3.layers import captured_layer_ids
@@ -196,20 +196,22 @@ FUNCTIONS: dict[str, Callable[..., dict[str, Any]]] = {**answered_prompts.FUNCTI
 
 def plan_training(names: Sequence[str], suites: list[str], passes: int, vocab_size: int, parallel: int) -> list[Step]:
     """One step for each recipe."""
-    steps = []
+    steps: list[Step] = []
     for name in names:
         sections = changed(name, passes, vocab_size)
         settings, vocabulary = sections["training"], sections["vocabulary"]["draft_vocab_size"]
         seconds = START_S + OPTIMISER_S * TOKEN_BUDGET / settings["batch_tokens"]
         seconds += TOKEN_BUDGET * settings["ttt_steps"] * (1 + vocabulary / 65536) / STEP_TOKENS_PER_S
         arguments = {"recipe": name, **sections, "suites": suites}
-        steps.append(Step("train", arguments, int(LIMIT_FACTOR * seconds), threads(parallel)))
+        steps.append(Step("train", arguments, int(LIMIT_FACTOR * seconds), share(len(steps), parallel)))
     return steps
 
 
-def threads(parallel: int) -> dict[str, str]:
-    """Steps that run side by side share the cores."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // parallel))}
+def share(number: int, parallel: int) -> dict[str, str]:
+    """Steps that run side by side share the cores, and take turns with the GPUs."""
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(visible_gpus())))).split(",")
+    device = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if len(gpus) > 1 else {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // parallel)), **device}
 
 
 def plan_serving(
@@ -225,14 +227,14 @@ def plan_serving(
         first = by_name.get(SERVED_FIRST, {"checkpoints": []})["checkpoints"]
         chosen = [f"{SERVED_FIRST}:{checkpoint['segment']}" for checkpoint in first]
         chosen += [name for name in ranked if name != SERVED_FIRST][:SERVED_BEST]
-    steps = []
+    steps: list[Step] = []
     for text in chosen:
         name, _, segment = text.partition(":")
         if name not in by_name:
             raise StageError(f"--serve {text}: recipe {name} is not trained; name one of {', '.join(by_name) or 'none'}")
         number = int(segment) if segment else by_name[name]["selected"]
         arguments = {"recipe": name, "segment": number, **asked}
-        steps.append(Step("serve", arguments, LIMIT_FACTOR * SERVED_S, threads(parallel)))
+        steps.append(Step("serve", arguments, LIMIT_FACTOR * SERVED_S, share(len(steps), parallel)))
     return steps
 
 
