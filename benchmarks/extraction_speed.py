@@ -32,12 +32,13 @@ from scripts.eagle3.engine import Hardware, load_engine, on_cpu, unload_engine
 from scripts.eagle3.extraction import Feed, capturing, open_engine, run_batches, states_provenance
 from scripts.eagle3.files import read_json
 from scripts.eagle3.part import Part
+from scripts.eagle3.shards import bytes_per_state
 from scripts.eagle3.store import open_store
 from scripts.eagle3.target import text_config
 
 MAX_ROWS = 128
 SHORTEST, LONGEST = 256, 2048
-BATCHES_PER_SHARD = 8
+SHARD_BYTES = 2e9
 SAMPLE_S = 0.02
 PLACES, CALLERS = 16, 3
 TURNS = 2
@@ -65,9 +66,11 @@ def some_rows(tokens: int) -> list[TokenRow]:
     return rows
 
 
-def shards_of(rows: list[TokenRow], batch_tokens: int) -> list[list[TokenRow]]:
-    """Rows dealt to shards of a few batches each."""
-    count = max(1, sum(map(len, rows)) // (BATCHES_PER_SHARD * batch_tokens))
+def shards_of(rows: list[TokenRow], target: Target, dtype: str) -> list[list[TokenRow]]:
+    """Rows dealt to shards of about SHARD_BYTES, at least as many as grow side by side."""
+    hidden, states = int(text_config(target)["hidden_size"]), len(target.aux_layer_ids) + 1
+    size = sum(map(len, rows)) * states * bytes_per_state(hidden, dtype)
+    count = min(len(rows), max(TOGETHER, round(size / SHARD_BYTES)))
     return [rows[number::count] for number in range(count)]
 
 
@@ -138,9 +141,9 @@ def speeds(tokens: int, seconds: Sequence[float]) -> dict[str, float]:
 
 def compiled(work: Path, tokens: int, batch_tokens: int) -> dict[str, Any]:
     """Plain prefill of the compiled engine."""
-    rows = some_rows(tokens)
-    batches = plan_batches(shards_of(rows, batch_tokens), batch_tokens, MAX_ROWS)
-    llm = load_engine(target_of(work), Hardware(batch_tokens, MAX_ROWS), max_model_len=LONGEST + 1, eager=False)
+    rows, target = some_rows(tokens), target_of(work)
+    batches = plan_batches(shards_of(rows, target, target.dtype), batch_tokens, MAX_ROWS)
+    llm = load_engine(target, Hardware(batch_tokens, MAX_ROWS), max_model_len=LONGEST + 1, eager=False)
     found = plain(llm, rows, batches)
     unload_engine(llm)
     return {"tokens": sum(map(len, rows)), "batches": len(batches), **found}
@@ -149,7 +152,7 @@ def compiled(work: Path, tokens: int, batch_tokens: int) -> dict[str, Any]:
 def extract(work: Path, tokens: int, batch_tokens: int, folder: str, dtype: str) -> dict[str, Any]:
     """Plain prefill, then the stage on the same engine and batches, its store in `folder`; each twice, the faster counts."""
     rows, target = some_rows(tokens), target_of(work)
-    shards = shards_of(rows, batch_tokens)
+    shards = shards_of(rows, target, dtype)
     batches = plan_batches(shards, batch_tokens, MAX_ROWS)
     provenance = states_provenance(target, dtype)
     seconds, watches, root = [], [], Path(folder)
