@@ -261,7 +261,7 @@ def run_batches(part: Part, extractor: Extractor, batches: Sequence[Batch]) -> N
     at the end, each row alone, and only that rejects it.
     """
     progress = Progress("extract_hidden_states", len(part.rows), done=len(part.rows) - len(part.missing()))
-    missing = {shard: part.missing(shard) for batch in batches for shard in batch.shards}
+    missing = {shard: part.missing(shard) for shard in {shard for batch in batches for shard in batch.shards}}
     finished: list[Future[Path | None]] = []
     doubtful: list[Batch] = []
     running: deque[Batch] = deque()
@@ -297,7 +297,7 @@ def run_batches(part: Part, extractor: Extractor, batches: Sequence[Batch]) -> N
         def feed(batch: Batch, grown: Sequence[tuple[Path, dict[str, list[int]]]]) -> None:
             places = {path: [place for key in batch.keys for place in lacking.get(key, [])] for path, lacking in grown}
             asked = {path: found for path, found in places.items() if found}
-            if not asked:  # another group had all of them, too
+            if not asked:  # found or rejected in the meantime: a row may stand in several shards
                 settle(batch, set(batch.keys))
                 return
             running.append(batch)

@@ -57,8 +57,8 @@ class Part:
         return [number for number, path in enumerate(self.finished) if path is None]
 
     def missing(self, shard: int | None = None) -> set[str]:
-        """Keys of rows that have to be computed, of one shard or of all."""
-        numbers = self.open_shards() if shard is None else [shard]
+        """Keys of rows that have to be computed, of one shard or of all; none of a finished one."""
+        numbers = [number for number in self.open_shards() if shard in (None, number)]
         keys = {row.key for number in numbers for row in self.shards[number]}
         return {key for key in keys if key not in self._found and key not in self.rejected}
 
@@ -74,7 +74,7 @@ class Part:
     def grow(self, shard: int) -> tuple[Path, dict[str, list[int]]]:
         """The file that the shard grows in, made where it is not there, with the rows that other files have.
 
-        Returns its path, and the places of the rows that it lacks by their keys.
+        Returns its path, and the places of the rows that it lacks by their keys; rejected ones are not waited for.
         """
         path, rows = self._growing_path(shard), self.shards[shard]
         if not path.is_file():
@@ -85,6 +85,8 @@ class Part:
         try:
             for index, row in enumerate(rows):
                 source, place = self._found.get(row.key, (None, 0))
+                if source is None and row.key in self.rejected:
+                    continue
                 if source is None:
                     lacking.setdefault(row.key, []).append(index)
                 elif source.path != path or place != index:
@@ -111,6 +113,7 @@ class Part:
         growing, path = self._growing_path(shard), self._path(shard)
         if not self.expected_keys(shard):
             growing.unlink()
+            self._growing.pop(growing, None)
             return None
         if growing.name == path.name:
             try:
