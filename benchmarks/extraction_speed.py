@@ -39,7 +39,7 @@ from scripts.eagle3.target import text_config
 MAX_ROWS = 128
 SHORTEST, LONGEST = 256, 2048
 SHARD_BYTES = 2e9
-SAMPLE_S = 0.02
+SAMPLE_S = 0.05
 PLACES, CALLERS = 16, 3
 TURNS = 2
 DISK_BYTES, DISK_PIECE = 4 << 30, 64 << 20

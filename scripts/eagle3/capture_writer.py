@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # They share each forward pass: the checksums and writes of one are slower than an engine.
 MAX_WRITERS = 8
 # of a forward pass, at least, for each writer that it is given to: a pass must be written while the next one is computed (18 ms
-# and 75 MB with SmolLM2 on an H200; a writer takes 2 GB/s), and with much less to do messages take longer than writes
+# and 75 MB with SmolLM2 on an H200), and with much less to do messages take longer than writes. Estimated, not measured.
 SHARE_BYTES = 8 << 20
 # forward passes: one that is written, one that waits for it, one that is copied from the device
 SLOTS = 3

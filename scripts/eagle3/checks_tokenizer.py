@@ -134,7 +134,7 @@ def shift(wrong: Sequence[tuple[str, int, Any]]) -> str:
     distances = [found - number for _, number, found in wrong if isinstance(found, int)]
     if len(distances) < 2:
         return ""
-    low, high = min(distances, default=0), max(distances, default=0)
+    low, high = min(distances), max(distances)
     if not (-3 <= low <= high <= -1 or 1 <= low <= high <= 3):
         return ""
     span = f"{low:+d}" if low == high else f"{low:+d} to {high:+d}"

@@ -214,7 +214,7 @@ def capturing(llm: Any, target: Target, dtype: str) -> Iterator[Extractor]:
 
 @contextmanager
 def open_extractor(target: Target, hardware: Hardware, longest: int, dtype: str, **options: Any) -> Iterator[Extractor]:
-    """Both."""
+    """A target that is loaded by `open_engine`, and captured from."""
     with open_engine(target, hardware, longest, **options) as llm, capturing(llm, target, dtype) as extractor:
         yield extractor
 

@@ -85,10 +85,9 @@ class Part:
         try:
             for index, row in enumerate(rows):
                 source, place = self._found.get(row.key, (None, 0))
-                if source is None and row.key in self.rejected:
-                    continue
                 if source is None:
-                    lacking.setdefault(row.key, []).append(index)
+                    if row.key not in self.rejected:
+                        lacking.setdefault(row.key, []).append(index)
                 elif source.path != path or place != index:
                     # the key is the hash of the ids; the mask is the token shard's, whatever it was there
                     found = source.stored_row(place)
