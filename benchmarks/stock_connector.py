@@ -1,7 +1,7 @@
 """speculators generate-offline-data against vLLM's server with its stock hidden-states connector, timed by its files.
 
-In: a target, rows, a folder. Out: tokens per second for each number of requests in flight: from the first file to the
-last, without the start of the server and of the client.
+In: a target, rows, a folder. Out: tokens per second for each number of requests in flight, without the start of the server and
+of the client: from the file that completes the first engine step's worth of tokens to the last one.
 """
 
 import json
@@ -16,6 +16,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from scripts.eagle3.batches import TokenRow
 from scripts.eagle3.config import Target
@@ -43,7 +45,7 @@ def measure(target: Target, rows: Sequence[TokenRow], batch_tokens: int, longest
         server = subprocess.Popen(_server(target, port, batch_tokens, longest, folder), stdout=log, stderr=log)
         try:
             _wait(server, port, folder / "server.log")
-            speeds = {number: _client(target, port, number, folder, rows) for number in CONCURRENCIES}
+            speeds = {number: _client(target, port, number, folder, rows, batch_tokens) for number in CONCURRENCIES}
         finally:
             server.terminate()
             server.wait()
@@ -79,7 +81,7 @@ def _wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
     raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-3000:]}")
 
 
-def _client(target: Target, port: int, concurrency: int, folder: Path, rows: Sequence[TokenRow]) -> float:
+def _client(target: Target, port: int, concurrency: int, folder: Path, rows: Sequence[TokenRow], batch_tokens: int) -> float:
     output = folder / f"states-{concurrency}"
     command = [sys.executable, "-m", "speculators", "generate-offline-data", "--preprocessed-data", str(folder / "rows")]
     command += ["--endpoint", f"http://127.0.0.1:{port}/v1", "--output", str(output), "--concurrency", str(concurrency)]
@@ -90,6 +92,7 @@ def _client(target: Target, port: int, concurrency: int, folder: Path, rows: Seq
     if len(written) != len(rows):
         said = (folder / f"client-{concurrency}.log").read_text(errors="replace")[-3000:]
         raise RuntimeError(f"{len(written)} of {len(rows)} files were written: {said}")
-    tokens = sum(len(rows[index]) for _, index in written[1:])
+    tokens = np.cumsum([len(rows[index]) for _, index in written])
+    first = int(np.searchsorted(tokens, batch_tokens))
     shutil.rmtree(output)
-    return tokens / (written[-1][0] - written[0][0])
+    return float(tokens[-1] - tokens[first]) / (written[-1][0] - written[first][0])

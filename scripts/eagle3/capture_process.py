@@ -8,6 +8,7 @@ a row that was asked for. It imports no torch, so it starts at once; it ends whe
 import ctypes
 import mmap
 import os
+import pickle
 import signal
 import sys
 import zlib
@@ -22,19 +23,21 @@ import numpy as np
 from scripts.eagle3.row_key import row_key
 
 PAGE = 4096
+ID_BYTES = 4
 # of Linux's prctl: the signal that a process gets when the one that started it has died
 PR_SET_PDEATHSIG = 1
 Array = np.ndarray[Any, Any]
 
 
 class Place(NamedTuple):
-    """A row's shard file, where it lies there, in bytes, and the checksum of its ids and mask, which its states continue."""
+    """A row's shard file, and where its parts lie there, in bytes."""
 
     path: str
+    token_ids: int
+    loss_mask: int
     states: int
     scales: int
     checksum: int
-    crc32: int
 
 
 class Wanted(NamedTuple):
@@ -45,9 +48,9 @@ class Wanted(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A forward pass: its slot in the memory, tokens, bytes of a token's states in the file, and the rows asked for.
+    """A forward pass: its slot in the memory, tokens, bytes of a token's states in the file.
 
-    writers: numbers of those that share it, see `share`.
+    writers: numbers of those that share it, see `share`. wanted: rows that are asked for, a message of `pack` for each batch.
     """
 
     slot: int
@@ -55,7 +58,7 @@ class Job(NamedTuple):
     tokens: int
     state_bytes: int
     scaled: bool
-    wanted: dict[str, Wanted]
+    wanted: list[bytes]
 
 
 class Done(NamedTuple):
@@ -107,6 +110,20 @@ class SlotLayout:
         }
 
 
+def pack(wanted: Mapping[str, Wanted]) -> bytes:
+    """The rows of a batch by their keys, for messages: once for all of its passes and all writers."""
+    return pickle.dumps(wanted)
+
+
+def unpack(batches: Sequence[bytes]) -> dict[str, Wanted]:
+    """The rows of several batches. One that two of them ask for, in two shards, has the places of both."""
+    found: dict[str, Wanted] = {}
+    for batch in batches:
+        for key, row in pickle.loads(batch).items():
+            found[key] = Wanted(row.tokens, [*found[key].places, *row.places]) if key in found else row
+    return found
+
+
 def find_rows(token_ids: Array, positions: Array, wanted: Mapping[str, Wanted]) -> list[tuple[str, int, int]]:
     """Rows in one forward pass: (row key, first token, one after the last); ids and positions [tokens].
 
@@ -152,9 +169,14 @@ def write_at(descriptor: int, content: Any, place: int) -> None:
         view, place = view[written:], place + written
 
 
-def write_row(descriptor: int, place: Place, states: Any, scales: Any | None) -> None:
-    """Writes one row's states and scales, C-contiguous, and then its checksum: a row whose checksum is there is there."""
-    checksum = place.crc32
+def write_row(descriptor: int, place: Place, tokens: int, states: Any, scales: Any | None) -> None:
+    """Writes one row's states and scales, C-contiguous, and then its checksum: a row whose checksum is there is there.
+
+    Its ids and mask are in the file already; the checksum begins with them.
+    """
+    checksum = 0
+    for start, size in ((place.token_ids, tokens * ID_BYTES), (place.loss_mask, tokens)):
+        checksum = zlib.crc32(os.pread(descriptor, size, start), checksum)
     for content, start in ((scales, place.scales), (states, place.states)):
         if content is not None:
             checksum = zlib.crc32(content, checksum)
@@ -169,7 +191,8 @@ def write_pass(job: Job, number: int, arrays: dict[str, Array]) -> Done:
     written: list[str] = []
     rejected: list[tuple[str, int]] = []
     files: dict[str, int] = {}
-    mine = share(find_rows(ids, positions, job.wanted), job.writers.index(number), len(job.writers))
+    wanted = unpack(job.wanted)
+    mine = share(find_rows(ids, positions, wanted), job.writers.index(number), len(job.writers))
     try:
         for key, start, end in mine:
             finite = arrays["finite"][start:end]
@@ -177,11 +200,11 @@ def write_pass(job: Job, number: int, arrays: dict[str, Array]) -> Done:
                 rejected.append((key, int(np.flatnonzero(~finite.all(axis=0))[0])))
                 continue
             scales = arrays["scales"][start:end] if job.scaled else None
-            for place in job.wanted[key].places:
+            for place in wanted[key].places:
                 try:
                     if place.path not in files:
-                        files[place.path] = os.open(place.path, os.O_WRONLY)
-                    write_row(files[place.path], place, states[start:end], scales)
+                        files[place.path] = os.open(place.path, os.O_RDWR)
+                    write_row(files[place.path], place, end - start, states[start:end], scales)
                 except OSError as error:
                     return Done(job.slot, written, rejected, (place.path, error.strerror or str(error)))
             written.append(key)

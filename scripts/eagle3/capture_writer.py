@@ -7,19 +7,19 @@ bounded by the ring: when the disk is slower than the engine, the engine waits.
 
 import mmap
 import os
+import select
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from scripts.eagle3.capture_process import Done, Job, SlotLayout, Wanted
+from scripts.eagle3.capture_process import Done, Job, SlotLayout, Wanted, pack
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import cannot_write
 from scripts.eagle3.shards import DTYPES, ShardWriter, to_fp8
@@ -27,11 +27,12 @@ from scripts.eagle3.shards import DTYPES, ShardWriter, to_fp8
 ROOT = Path(__file__).resolve().parents[2]
 # They share each forward pass: the checksums and writes of one are slower than an engine.
 MAX_WRITERS = 8
-# of a forward pass, at least, for each writer that it is given to: a pass must be written while the next one is computed (18 ms
-# and 75 MB with SmolLM2 on an H200), and with much less to do messages take longer than writes. Estimated, not measured.
-SHARE_BYTES = 8 << 20
-# forward passes: one that is written, one that waits for it, one that is copied from the device
-SLOTS = 3
+# of a forward pass, at least, for each writer that it is given to: with less to do, messages to many cost the engine's thread
+# more than it gains (measured with SmolLM2 on an H200, 75 MB in 20 ms a pass: three writers did better than eight)
+SHARE_BYTES = 24 << 20
+# Forward passes in the ring: one that is written, one that waits for it, one that is copied from the device. More where they
+# are small, since what has been copied or written is noticed once a pass only.
+MIN_SLOTS, MAX_SLOTS, RING_BYTES = 3, 6, 1 << 30
 
 
 class Batch:
@@ -48,6 +49,7 @@ class Batch:
             for index in indices:
                 key, tokens = file.shard.row_keys[index], file.shard.offsets[index + 1] - file.shard.offsets[index]
                 self.wanted.setdefault(key, Wanted(tokens, [])).places.append(file.place(index))
+        self.message = pack(self.wanted)
         self.problem: str | None = None
         # the engine has computed all of it; forward passes that may hold rows of it and are not written yet
         self.computed, self.passes = False, 0
@@ -132,16 +134,21 @@ class CaptureWriter:
     def __init__(self, max_tokens: int, layers: int, state_bytes: int) -> None:
         """max_tokens: of one forward pass. state_bytes: of one token's states, at most."""
         self._layout = SlotLayout(max_tokens, layers, state_bytes)
+        self.slots = max(MIN_SLOTS, min(MAX_SLOTS, RING_BYTES // self._layout.slot_bytes()))
         descriptor = os.memfd_create("captured_states")  # has no name that a killed job could leave behind
-        os.ftruncate(descriptor, SLOTS * self._layout.slot_bytes())
+        os.ftruncate(descriptor, self.slots * self._layout.slot_bytes())
         self._memory = mmap.mmap(descriptor, 0)
         writers = max(1, min(MAX_WRITERS, (os.cpu_count() or 1) // 2))
         self._writers = [_Writer(number, descriptor, self._layout) for number in range(writers)]
         os.close(descriptor)
+        self._answers = select.poll()
+        for writer in self._writers:
+            self._answers.register(writer.connection, select.POLLIN)
+        self._by_descriptor = {writer.connection.fileno(): writer for writer in self._writers}
         self.pinned = torch.cuda.is_available() and _pin(self._memory)
-        arrays = [self._layout.arrays(self._memory, slot) for slot in range(SLOTS)]
+        arrays = [self._layout.arrays(self._memory, slot) for slot in range(self.slots)]
         self._slots = [{name: torch.from_numpy(array) for name, array in slot.items()} for slot in arrays]
-        self._free = list(range(SLOTS))
+        self._free = list(range(self.slots))
         self._next_writer = 0
         self._written: dict[int, tuple[list[Batch], int]] = {}  # slot -> whose pass it is, and how many writers are at it
         self._copies: deque[_Copy] = deque()
@@ -241,7 +248,7 @@ class CaptureWriter:
         """Sends what is copied and takes what is written; waits until a slot is free if asked."""
         while self._copies and (self._copies[0].event is None or self._copies[0].event.query()):
             self._send(self._copies.popleft())
-        while any(self._poll(0)):
+        while self._poll(0):
             pass
         while wait_for_room and not self._free:
             self._wait()
@@ -256,12 +263,13 @@ class CaptureWriter:
         self._poll(None)
         self._pump()
 
-    def _poll(self, timeout: float | None) -> list[Any]:
-        """Takes the answers that are there; returns the connections that had one."""
-        busy: dict[Any, _Writer] = {writer.connection: writer for writer in self._writers if writer.running}
-        ready: list[Any] = wait(list(busy), timeout) if busy else []
-        for connection in ready:
-            done = busy[connection].take()
+    def _poll(self, timeout: int | None) -> bool:
+        """Takes the answers that are there, or waits for one (None) where one is to come; returns whether there was one."""
+        if not any(writer.running for writer in self._writers):
+            return False
+        ready = self._answers.poll(timeout)
+        for descriptor, _ in ready:
+            done = self._by_descriptor[descriptor].take()
             batches, left = self._written[done.slot]
             self._written[done.slot] = batches, left - 1
             for batch in batches:
@@ -269,13 +277,10 @@ class CaptureWriter:
                 batch.passes -= left == 1
             if left == 1:
                 self._free.append(done.slot)
-        return ready
+        return bool(ready)
 
     def _send(self, copy: _Copy) -> None:
-        first, wanted = copy.batches[0], dict(copy.batches[0].wanted)
-        for batch in copy.batches[1:]:  # a row that two of them ask for, in two shards, is written for both
-            for key, row in batch.wanted.items():
-                wanted[key] = Wanted(row.tokens, [*wanted[key].places, *row.places]) if key in wanted else row
+        first, wanted = copy.batches[0], [batch.message for batch in copy.batches]
         count = max(1, min(len(self._writers), copy.tokens * first.state_bytes // SHARE_BYTES))
         chosen = [(self._next_writer + number) % len(self._writers) for number in range(count)]
         self._next_writer += count

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scripts.eagle3.capture_process import Place, write_at, write_row
+from scripts.eagle3.capture_process import ID_BYTES, Place, write_at, write_row
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import write_atomically
 from scripts.eagle3.provenance import check_provenance
@@ -37,7 +37,6 @@ FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.float8_e4m3fn}
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 UNWRITTEN = -1
-ID_BYTES = torch.int32.itemsize
 STATES = ("hidden_states", "scales")
 KEYS = ("hidden_states", "token_ids", "loss_mask", "row_offsets", "row_keys", "row_crc32", "meta")
 # of zip's local file header: its length, and where the lengths of name and extra field stand
@@ -171,25 +170,23 @@ class ShardWriter:
             self.indices.setdefault(key, []).append(index)
         self._places = _places(path, self.shard.content)
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 - open as long as rows come
-        # of all rows, as slices are taken for each row of each batch
-        self._ids, self._mask = (_bytes(self.shard.content[name]) for name in ("token_ids", "loss_mask"))
         self._token_bytes = {
             name: tensor[0].numel() * tensor.element_size() for name, tensor in self.shard.content.items() if name in STATES
         }
 
     def place(self, index: int) -> Place:
         """Where row `index` lies in the file."""
-        start, end = self.shard.offsets[index : index + 2]
+        start = self.shard.offsets[index]
         states, scales = (
             self._places[name] + start * self._token_bytes[name] if name in self._places else 0 for name in STATES
         )
-        checksum = zlib.crc32(self._mask[start:end], zlib.crc32(self._ids[ID_BYTES * start : ID_BYTES * end]))
-        return Place(str(self.shard.path), states, scales, self._places["row_crc32"] + 8 * index, checksum)
+        ids, mask, checksums = (self._places[name] for name in ("token_ids", "loss_mask", "row_crc32"))
+        return Place(str(self.shard.path), ids + ID_BYTES * start, mask + start, states, scales, checksums + 8 * index)
 
     def put(self, index: int, states: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         """Writes the states [tokens, layers, hidden] of row `index`; from then on it counts as written. Raises OSError."""
         content = None if scales is None else _bytes(scales)
-        write_row(self._file.fileno(), self.place(index), _bytes(states), content)
+        write_row(self._file.fileno(), self.place(index), len(states), _bytes(states), content)
 
     def same_file(self, path: Path) -> bool:
         """Whether `path` is the file that is open here, and not a new one in its place."""

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.eagle3.capture_writer import SLOTS
+from scripts.eagle3.capture_writer import MAX_SLOTS
 from scripts.eagle3.config import Target
 from scripts.eagle3.shards import Shard
 from tests.extract_case import ENDS_WITHIN_S, ROWS_PER_BATCH, Extraction, token_rows
 
 SHARDS = [token_rows(1, 100), token_rows(2, 100)]
 # rows that a kill may cost: a batch that is computed, one for each place of the ring, one that is half written
-IN_FLIGHT = ROWS_PER_BATCH * (SLOTS + 2)
+IN_FLIGHT = ROWS_PER_BATCH * (MAX_SLOTS + 2)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scripts.eagle3.batches import make_row
-from scripts.eagle3.capture_writer import SLOTS, CaptureWriter
+from scripts.eagle3.capture_writer import MAX_SLOTS, CaptureWriter
 from scripts.eagle3.part import shard_tokens
 from scripts.eagle3.processes import arguments, descendants, start_time
 from scripts.eagle3.shards import Shard, create_shard
@@ -49,7 +49,7 @@ def test_a_killed_writing_process_is_one_line_wherever_the_engine_is(tmp_path: P
         compute(writer, tmp_path, 1)
         os.kill(pid, signal.SIGKILL)
     else:  # the engine would wait for room in the ring
-        for row in range(1, SLOTS + 2):
+        for row in range(1, MAX_SLOTS + 2):
             compute(writer, tmp_path, row)
     line = "a process that writes states ended with exit code -9; if it was killed for memory, lower batch_tokens"
     assert line in writer.results(wait=True)[0]["error"]
