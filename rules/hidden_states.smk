@@ -34,6 +34,7 @@ rule extract_hidden_states:
         tokens=lambda wildcards, input: folder(input.tokens),
         shards=len(SHARDS),
         dtype=CONFIG.extraction.dtype,
+        final_states=CONFIG.extraction.final_states,
     shell:
         "bin/on-gpus {resources.gpu} {resources.min_gpus} python -m scripts.extract_hidden_states"
         " --target {params.target:q}"
@@ -42,6 +43,7 @@ rule extract_hidden_states:
         " --store {resources.store:q}"
         " --output $(dirname {output.manifest:q})"
         " --dtype {params.dtype}"
+        " --final-states {params.final_states}"
         " --gpu-memory-percent {resources.gpu_memory_percent}"
         " --batch-tokens {resources.batch_tokens}"
         " --max-num-seqs {resources.max_num_seqs}"

@@ -92,7 +92,7 @@ rule canary:
 
 
 rule clean_rows:
-    """Deletes stored states that nothing will read: of another target, layers or dtype, or of an earlier deal."""
+    """Deletes stored states that nothing will read: of another target, layers, dtype or choice of final states, or of an earlier deal."""
     input:
         target_manifest(),
     log:
@@ -109,6 +109,7 @@ rule clean_rows:
         parts=len(PARTS),
         shards=len(SHARDS),
         dtype=CONFIG.extraction.dtype,
+        final_states=CONFIG.extraction.final_states,
     shell:
         "bin/in-env python -m scripts.clean_rows"
         " --target {params.target:q}"
@@ -117,4 +118,5 @@ rule clean_rows:
         " --parts {params.parts}"
         " --shards {params.shards}"
         " --dtype {params.dtype}"
+        " --final-states {params.final_states}"
         " 2>&1 | tee {log:q}"

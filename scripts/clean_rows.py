@@ -1,8 +1,8 @@
 """Deletes superseded hidden states from a run's store: `snakemake clean_rows`; the plan counts them before.
 
 In: the run's folder, its store, and what the configuration asks for now. Out: one line for each folder of the store.
-States of another target, layers or dtype go, and files of an earlier deal whose rows are delivered in newer ones. What
-hidden/ links to stays, and so do the rows that a job that goes on would take.
+States of another target, layers, dtype or choice of final states go, and files of an earlier deal whose rows are delivered
+in newer ones. What hidden/ links to stays, and so do the rows that a job that goes on would take.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from scripts.eagle3.config import Target
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.extraction import states_provenance
 from scripts.eagle3.provenance import digest
-from scripts.eagle3.shards import DTYPES
+from scripts.eagle3.shards import DTYPES, SUPERVISED
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.store import lock_folder
 from scripts.eagle3.superseded import Superseded, superseded
@@ -57,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", type=int, required=True, help="scatter.parts")
     parser.add_argument("--shards", type=int, required=True, help="scatter.shards_per_part")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="what the states are stored as")
+    parser.add_argument("--final-states", choices=["all", SUPERVISED], default="all", help="of which tokens they are stored")
     options = parser.parse_args(argv)
-    provenance = states_provenance(options.target, options.dtype)
+    provenance = states_provenance(options.target, options.dtype, options.final_states)
     run(provenance, options.run, options.store, options.parts, options.shards)
 
 

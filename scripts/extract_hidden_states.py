@@ -18,8 +18,9 @@ from scripts.eagle3.extraction import extract_part, states_provenance
 from scripts.eagle3.files import require_free_space, write_json
 from scripts.eagle3.part import Part
 from scripts.eagle3.provenance import check_provenance
+from scripts.eagle3.row_key import final_positions
 from scripts.eagle3.rows import read_provenance
-from scripts.eagle3.shards import DTYPES, Shard, bytes_per_state
+from scripts.eagle3.shards import DTYPES, SUPERVISED, Shard, bytes_per_state
 from scripts.eagle3.stage import run_stage, section
 from scripts.eagle3.store import Store, open_store
 from scripts.eagle3.target import fingerprint, text_config
@@ -37,6 +38,7 @@ def run(
     dtype: str,
     hardware: Hardware,
     max_rejected_fraction: float = 0.001,
+    final_states: str = "all",
 ) -> dict[str, Any]:
     """Makes the part's hidden-state shards and returns the manifest.
 
@@ -46,7 +48,7 @@ def run(
     """
     rows = read_part(target, tokens, shards)
     refuse_uncapturable(target, max(len(row) for shard in rows for row in shard))
-    provenance = states_provenance(target, dtype)
+    provenance = states_provenance(target, dtype, final_states)
     with open_store(storage, STAGE, provenance, part=output.name) as store:
         part = Part(store, rows, provenance, int(text_config(target)["hidden_size"]))
         require_free_space(storage, _needed_bytes(part, target, dtype), f"extraction of {output.name}")
@@ -72,15 +74,14 @@ def read_part(target: Target, tokens: Path, shards: int) -> list[list[TokenRow]]
     return rows
 
 
-def bytes_per_token(target: Target, dtype: str) -> int:
-    """Of the states of one token: layers x (hidden x bytes of `dtype`, and the scale of float8)."""
-    return (len(target.aux_layer_ids) + 1) * bytes_per_state(int(text_config(target)["hidden_size"]), dtype)
-
-
 def _needed_bytes(part: Part, target: Target, dtype: str) -> int:
     """Room for the shards that are not finished, less what they have by now."""
-    tokens = sum(len(row) for number in part.open_shards() for row in part.shards[number])
-    return max(0, int(tokens * bytes_per_token(target, dtype) * DISK_MARGIN) - part.growing_bytes())
+    rows = [row for number in part.open_shards() for row in part.shards[number]]
+    tokens = finals = sum(map(len, rows))
+    if part.provenance.get("final_states") == SUPERVISED:
+        finals = sum(int(final_positions(row.loss_mask).sum()) for row in rows)
+    size = (tokens * len(target.aux_layer_ids) + finals) * bytes_per_state(part.hidden_size, dtype)
+    return max(0, int(size * DISK_MARGIN) - part.growing_bytes())
 
 
 def _check_rejected(part: Part, max_fraction: float) -> None:
@@ -136,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--store", type=Path, required=True, help="root of the stores of finished work")
     parser.add_argument("--output", type=Path, required=True, help="folder of the part's hidden states")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="what the states are stored as")
+    parser.add_argument("--final-states", choices=["all", SUPERVISED], default="all", help="of which tokens they are stored")
     parser.add_argument(
         "--max-rejected-fraction", type=float, default=0.001, help="share of rejected rows above which it fails"
     )
@@ -150,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.dtype,
         Hardware.from_options(options),
         options.max_rejected_fraction,
+        options.final_states,
     )
 
 

@@ -278,7 +278,7 @@ def superseded_notes(config: Config, place: Place) -> list[str]:
     if not store.is_dir():
         return []
     try:
-        provenance = states_provenance(config.target, config.extraction.dtype)
+        provenance = states_provenance(config.target, config.extraction.dtype, config.extraction.final_states)
     except StageError:
         return []
     scatter = config.scatter

@@ -177,7 +177,8 @@ def row_facts(config: Config, folder: Path, hidden: Path) -> list[tuple[str, str
     if shards:
         size = sum(path.stat().st_size for path in shards)
         layers = ", ".join(map(str, config.target.aux_layer_ids))
-        states = f"{size / 1e9:,.2f} GB in {len(shards)} files: states {layers} and the final one"
+        final = " of supervised tokens" if config.extraction.final_states == "supervised" else ""
+        states = f"{size / 1e9:,.2f} GB in {len(shards)} files: states {layers} and the final one{final}"
         deleted = "; those of the parts were deleted after training" if config.training.rolling else ""
         facts.append(("hidden states", states + deleted))
     return facts

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 TOUCH = "EXTRACT_CASE_TOUCHES_CACHE"
 
 
-def token_rows(seed: int, count: int, lengths: tuple[int, int] = (20, 120)) -> list[dict[str, Any]]:
+def token_rows(seed: int, count: int, lengths: Sequence[int] = range(20, 121)) -> list[dict[str, Any]]:
     numbers = random.Random(seed)
     rows = []
     for index in range(count):
-        ids = [numbers.randrange(1000) for _ in range(numbers.randint(*lengths))]
+        ids = [numbers.randrange(1000) for _ in range(numbers.choice(lengths))]
         identity = {"row_key": row_key(ids), "conversation_id": f"c{seed}-{index}", "source": "test", "split": "train"}
         rows.append({**identity, "input_ids": ids, "loss_mask": [numbers.random() < 0.5 for _ in ids]})
     return rows

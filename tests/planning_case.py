@@ -103,7 +103,7 @@ class FinishedParts:
             for row in rows
         ]
         path = self.run / f"hidden/{part}/shard-0.pt"
-        provenance = {"layer_ids": layers, "dtype": "bfloat16"}
+        provenance = {"layer_ids": layers, "dtype": "bfloat16", "final_states": self.config.extraction.final_states}
         write_shard(path, states, layers, provenance)
         write_json(path.parent / "manifest.json", {"provenance": provenance, "shards": [{"rows_in": len(rows)}]})
 

@@ -12,7 +12,7 @@ import pickle
 import signal
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -20,17 +20,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.eagle3.row_key import row_key
+from scripts.eagle3.row_key import final_positions, row_key
 
 PAGE = 4096
 ID_BYTES = 4
+# tokens of a row that are checksummed and written at once, where its states are copied for that
+TOKENS_AT_ONCE = 512
 # of Linux's prctl: the signal that a process gets when the one that started it has died
 PR_SET_PDEATHSIG = 1
 Array = np.ndarray[Any, Any]
 
 
+class Finals(NamedTuple):
+    """Where a row's final states lie that are stored apart, and the bytes of one."""
+
+    states: int
+    scales: int
+    state_bytes: int
+
+
 class Place(NamedTuple):
-    """A row's shard file, and where its parts lie there, in bytes."""
+    """A row's shard file, and where its parts lie there, in bytes.
+
+    finals: None where the final states of all tokens are stored, with the others.
+    """
 
     path: str
     token_ids: int
@@ -38,6 +51,7 @@ class Place(NamedTuple):
     states: int
     scales: int
     checksum: int
+    finals: Finals | None = None
 
 
 class Wanted(NamedTuple):
@@ -169,19 +183,43 @@ def write_at(descriptor: int, content: Any, place: int) -> None:
         view, place = view[written:], place + written
 
 
-def write_row(descriptor: int, place: Place, tokens: int, states: Any, scales: Any | None) -> None:
-    """Writes one row's states and scales, C-contiguous, and then its checksum: a row whose checksum is there is there.
+def write_row(descriptor: int, place: Place, states: Array, scales: Array | None) -> None:
+    """Writes one row's states [tokens, bytes] and scales [tokens, layers], C-contiguous, and then its checksum.
 
-    Its ids and mask are in the file already; the checksum begins with them.
+    A row whose checksum is there is there. Its ids and mask are in the file already; the checksum begins with them.
     """
-    checksum = 0
-    for start, size in ((place.token_ids, tokens * ID_BYTES), (place.loss_mask, tokens)):
-        checksum = zlib.crc32(os.pread(descriptor, size, start), checksum)
-    for content, start in ((scales, place.scales), (states, place.states)):
-        if content is not None:
-            checksum = zlib.crc32(content, checksum)
-            write_at(descriptor, content, start)
+    ids = os.pread(descriptor, len(states) * ID_BYTES, place.token_ids)
+    mask = os.pread(descriptor, len(states), place.loss_mask)
+    checksum = zlib.crc32(mask, zlib.crc32(ids))
+    for content, start in _parts(place, mask, states, scales):
+        checksum = zlib.crc32(content, checksum)
+        write_at(descriptor, content, start)
     write_at(descriptor, np.int64(checksum).tobytes(), place.checksum)
+
+
+def _parts(place: Place, loss_mask: bytes, states: Array, scales: Array | None) -> Iterator[tuple[Any, int]]:
+    """What is written of a row, and where; the checksum takes it in this order.
+
+    Final states that are stored apart are those of the tokens alone where the loss mask needs them.
+    """
+    finals = place.finals
+    if finals is None:
+        if scales is not None:
+            yield scales, place.scales
+        yield states, place.states
+        return
+    needed = final_positions(np.frombuffer(loss_mask, np.bool_))
+    for content, start, finals_start, width in (
+        (scales, place.scales, finals.scales, 1),
+        (states, place.states, finals.states, finals.state_bytes),
+    ):
+        if content is None:
+            continue
+        for part, at in ((content[:, :-width], start), (content[needed, -width:], finals_start)):
+            for first in range(0, len(part), TOKENS_AT_ONCE):
+                block = np.ascontiguousarray(part[first : first + TOKENS_AT_ONCE])
+                yield block, at
+                at += block.nbytes
 
 
 def write_pass(job: Job, number: int, arrays: dict[str, Array]) -> Done:
@@ -204,7 +242,7 @@ def write_pass(job: Job, number: int, arrays: dict[str, Array]) -> Done:
                 try:
                     if place.path not in files:
                         files[place.path] = os.open(place.path, os.O_RDWR)
-                    write_row(files[place.path], place, end - start, states[start:end], scales)
+                    write_row(files[place.path], place, states[start:end], scales)
                 except OSError as error:
                     return Done(job.slot, written, rejected, (place.path, error.strerror or str(error)))
             written.append(key)

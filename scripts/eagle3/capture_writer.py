@@ -41,9 +41,8 @@ class Batch:
     def __init__(self, files: Sequence[tuple[ShardWriter, Sequence[int]]], layer_ids: Sequence[int]) -> None:
         """files: with the rows' places in them."""
         self.paths, self.layer_ids = [file.shard.path for file, _ in files], layer_ids
-        states = files[0][0].shard.content["hidden_states"]
-        self.dtype: torch.dtype = states.dtype
-        self.state_bytes: int = states[0].numel() * states.element_size()
+        self.dtype: torch.dtype = files[0][0].shard.content["hidden_states"].dtype
+        self.state_bytes = files[0][0].shard.state_bytes
         self.wanted: dict[str, Wanted] = {}
         for file, indices in files:
             for index in indices:

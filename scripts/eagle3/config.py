@@ -139,6 +139,10 @@ class Extraction(Section):
     dtype: Literal["bfloat16", "fp8"] = Field(
         "bfloat16", description="fp8: e4m3 with a scale per token and layer, half the bytes and a rounding of up to 6 %."
     )
+    final_states: Literal["all", "supervised"] = Field(
+        "all",
+        description="supervised: of answer tokens only, as training reads them; another loss mask then needs a new extraction.",
+    )
 
 
 class Vocabulary(Section):

@@ -18,6 +18,7 @@ import torch
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import read_json, sha256_file, write_atomically
 from scripts.eagle3.provenance import PROVENANCE_KEY, check_provenance
+from scripts.eagle3.row_key import final_positions
 from scripts.eagle3.shards import StateRow
 
 if TYPE_CHECKING:
@@ -217,16 +218,23 @@ def draft_inputs(row: StateRow) -> dict[str, torch.Tensor]:
 
     hidden_states [T-1, aux * hidden] (auxiliary states of tokens 0 .. T-2), input_ids [T-1] int64 (tokens 1 .. T-1),
     verifier_last_hidden_states [T-1, hidden] (final states of tokens 1 .. T-1), loss_mask [T-1] bool, position_ids
-    [T-1] from 1. loss_mask is `draft_loss_mask`.
+    [T-1] from 1. loss_mask is `draft_loss_mask`. StageError where it needs a final state that the shard does not hold.
     """
     ids = row.token_ids.long()
     if len(ids) < 2:
         raise StageError(f"row {row.key}: {len(ids)} tokens; a draft needs at least 2")
+    loss_mask = draft_loss_mask(row.loss_mask)
+    if row.has_final is not None and (loss_mask & ~row.has_final[1:]).any():
+        absent = int((loss_mask & ~row.has_final[1:]).sum())
+        raise StageError(
+            f"row {row.key}: the loss mask asks for {int(loss_mask.sum())} final states, {absent} of them are not stored; "
+            "extract again with this mask, or with extraction.final_states all"
+        )
     return {
         "hidden_states": row.hidden_states[:-1, :-1].flatten(1),
         "input_ids": ids[1:],
         "verifier_last_hidden_states": row.hidden_states[1:, -1],
-        "loss_mask": draft_loss_mask(row.loss_mask),
+        "loss_mask": loss_mask,
         "position_ids": torch.arange(1, len(ids)),
     }
 
@@ -239,8 +247,7 @@ def draft_loss_mask(loss_mask: torch.Tensor) -> torch.Tensor:
     the first answer token never happens in serving. After the row's last token nothing is known, so the last value is
     False. At TTT step k the loss reads this mask k places further on (`compute_metrics`), which is right for x[t+2+k].
     """
-    follows = torch.cat([loss_mask[2:], loss_mask.new_zeros(1)])
-    return loss_mask[1:] & follows
+    return torch.from_numpy(final_positions(loss_mask.numpy()))[1:]
 
 
 def single_row_batch(inputs: Mapping[str, torch.Tensor], multiple_of: int = FLEX_BLOCK) -> dict[str, torch.Tensor]:

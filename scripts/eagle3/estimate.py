@@ -213,7 +213,10 @@ class Estimator:
     def _extract(self) -> StagePlan:
         name, parts = STATES_STAGE, self.data.every_part
         done = [self.finished.extracted(part) for part in parts]
-        per_part = [part.tokens.value * (self.state_bytes + TOKEN_BYTES) + part.rows.value * ROW_BYTES for part in parts]
+        per_part = [
+            part.tokens.value * (self.state_bytes + TOKEN_BYTES) + part.rows.value * ROW_BYTES - self._spared_bytes(part)
+            for part in parts
+        ]
         written = [self.finished.states_bytes(part) for part in parts]
         tokens, rows = total(part.tokens for part in parts), total(part.rows for part in parts)
         work = [part.tokens.value for part in parts]
@@ -232,6 +235,13 @@ class Estimator:
         if self.rolling:
             keep_parts(stage, per_part, written, self.place.parts_on_disk)
         return stage
+
+    def _spared_bytes(self, part: PartData) -> float:
+        """Of final states that are not stored: those of prompts, and of the last token of each answer."""
+        if self.config.extraction.final_states == "all":
+            return 0
+        needed = max(part.answer_tokens.value - part.turns.value, 0)
+        return max(part.tokens.value - needed, 0) * self.state_bytes / len(self.layers)
 
     def _prepare_draft(self) -> StagePlan:
         names, run = ("build_vocab_mapping", "draft_config", "extract_target_head"), self.place.run

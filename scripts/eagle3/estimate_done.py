@@ -7,9 +7,10 @@ finished; bytes on disk; seconds from Snakemake's benchmark files.
 import math
 import os
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scripts.eagle3.config import Config
 from scripts.eagle3.estimate_data import PartData, finished_file, tokens_made
@@ -48,7 +49,7 @@ class Finished:
         with finished_file(folder / "manifest.json"):
             manifest = read_json(folder / "manifest.json")
             rows = sum(entry["rows_in"] for entry in manifest["shards"])
-            if manifest["provenance"]["layer_ids"] != self.layers or rows != part.rows.value:
+            if not self._asked_for(manifest["provenance"]) or rows != part.rows.value:
                 return False
         if released:
             return self.trained(int(part.name.removeprefix("part-")))
@@ -80,7 +81,12 @@ class Finished:
     def _of_these_layers(self, store: Path) -> bool:
         path = store / "provenance.json"
         with finished_file(path):
-            return path.is_file() and read_json(path).get("layer_ids") == self.layers
+            return path.is_file() and self._asked_for(read_json(path))
+
+    def _asked_for(self, provenance: Mapping[str, Any]) -> bool:
+        """Whether states are of these layers and tokens."""
+        stored = provenance.get("layer_ids"), provenance.get("final_states", "all")
+        return stored == (self.layers, self.config.extraction.final_states)
 
     def trained(self, segment: int) -> bool:
         """Whether the segment's checkpoint is there and was trained with these settings."""

@@ -27,9 +27,13 @@ from scripts.eagle3.shards import DTYPES, FORMAT_VERSION, Shard, StateRow, creat
 from scripts.eagle3.target import fingerprint, text_config
 
 
-def states_provenance(target: Target, dtype: str) -> dict[str, Any]:
-    """What hidden states are made from: consumers compare it before they read a shard."""
-    return {
+def states_provenance(target: Target, dtype: str, final_states: str = "all") -> dict[str, Any]:
+    """What hidden states are made from: consumers compare it before they read a shard.
+
+    final_states: of which tokens they are stored; `all` is not named, as in shards from before there was a choice.
+    """
+    apart = {} if final_states == "all" else {"final_states": final_states}
+    return apart | {
         "target": fingerprint(target),
         "layer_ids": captured_layer_ids(target.aux_layer_ids, target.num_hidden_layers),
         "dtype": dtype,

@@ -72,7 +72,8 @@ class TrainingRows:
         """Row `number`, its checksum verified, cut to what is trained."""
         shard, index = self._where[number]
         row, end = self.shards[shard].row(index), int(self.positions[number]) + 1
-        return StateRow(row.key, row.token_ids[:end], row.loss_mask[:end], row.hidden_states[:end])
+        has_final = None if row.has_final is None else row.has_final[:end]
+        return StateRow(row.key, row.token_ids[:end], row.loss_mask[:end], row.hidden_states[:end], has_final=has_final)
 
     def key(self, number: int) -> str:
         """The key of row `number`."""
@@ -103,6 +104,7 @@ def open_shards(paths: Iterable[Path], layer_ids: Sequence[int], reference: Shar
         check_provenance(reference.meta["provenance"], shard.meta["provenance"], where)
         for key in ("hidden_size", "dtype"):
             expect(reference.meta[key], shard.meta[key], f"{where}: {key}", "extract one of them again")
+        expect(reference.final_states, shard.final_states, f"{where}: final_states", "extract one of them again")
         shards.append(shard)
     return shards
 

@@ -18,7 +18,8 @@ import torch
 from scripts.eagle3.batches import TokenRow
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import cannot_write, sha256_json, sync
-from scripts.eagle3.shards import DTYPES, RowTokens, Shard, ShardWriter, StateRow, create_shard, write_shard
+from scripts.eagle3.row_key import final_positions
+from scripts.eagle3.shards import DTYPES, SUPERVISED, RowTokens, Shard, ShardWriter, StateRow, create_shard, write_shard
 from scripts.eagle3.store import Store
 
 # threads that verify rows: a checksum takes longer than the disk that it reads from
@@ -44,10 +45,10 @@ class Part:
         for folder in (self.growing_folder, self.shards_folder):
             folder.mkdir(exist_ok=True)
         self.checksums, self.rejected, self.proofs = (store.records(name) for name in ("shards", "rejected", "proof"))
-        self._found: dict[str, tuple[Shard, int]] = {}
+        self._found: dict[str, tuple[Shard, int]] = {}  # by `_states_name`
         self._growing: dict[Path, ShardWriter] = {}
         self.finished = [self._find_finished(number) for number in range(len(shards))]
-        wanted = {row.key for number in self.open_shards() for row in shards[number]}
+        wanted = {self._states_name(row) for number in self.open_shards() for row in shards[number]}
         for folder in [store.folder, *store.others()] if wanted else []:
             for path in sorted([*folder.glob("growing/*.pt"), *folder.glob("shards/*.pt")]):
                 self._scan(path, wanted, own=folder == store.folder)
@@ -59,8 +60,8 @@ class Part:
     def missing(self, shard: int | None = None) -> set[str]:
         """Keys of rows that have to be computed, of one shard or of all; none of a finished one."""
         numbers = [number for number in self.open_shards() if shard in (None, number)]
-        keys = {row.key for number in numbers for row in self.shards[number]}
-        return {key for key in keys if key not in self._found and key not in self.rejected}
+        rows = [row for number in numbers for row in self.shards[number]]
+        return {row.key for row in rows if self._states_name(row) not in self._found and row.key not in self.rejected}
 
     def rejections(self) -> dict[str, dict[str, Any]]:
         """The part's rejected rows: key -> {"layer", "reason"}."""
@@ -84,17 +85,18 @@ class Part:
         lacking: dict[str, list[int]] = {}
         try:
             for index, row in enumerate(rows):
-                source, place = self._found.get(row.key, (None, 0))
+                source, place = self._found.get(self._states_name(row), (None, 0))
                 if source is None:
                     if row.key not in self.rejected:
                         lacking.setdefault(row.key, []).append(index)
                 elif source.path != path or place != index:
-                    # the key is the hash of the ids; the mask is the token shard's, whatever it was there
+                    # the key is the hash of the ids; the mask is the token shard's, whatever it was there, where that asks for
+                    # the same states
                     found = source.stored_row(place)
                     writer.put(index, found.hidden_states, found.scales)
         except OSError as error:
             raise cannot_write(path, error) from error
-        self._enter(path, [row.key for row in rows if row.key in self._found])
+        self._enter(path, [row.key for row in rows if self._states_name(row) in self._found])
         return path, lacking
 
     def take(self, result: dict[str, Any]) -> None:
@@ -148,13 +150,20 @@ class Part:
 
     def _enter(self, path: Path, keys: Sequence[str]) -> None:
         writer = self._growing[path]
-        self._found |= {key: (writer.shard, writer.indices[key][0]) for key in keys}
+        found = [index for key in keys for index in writer.indices[key] if writer.shard.written(index)]
+        self._found |= {self._states_name(writer.shard.tokens(index)): (writer.shard, index) for index in found}
+
+    def _states_name(self, row: TokenRow | RowTokens) -> str:
+        """What stored states must be of to serve for a row: its ids, and its final states where not all are stored."""
+        if self.provenance.get("final_states") != SUPERVISED:
+            return row.key
+        return f"{row.key} {np.packbits(final_positions(np.asarray(row.loss_mask))).tobytes().hex()}"
 
     def _growing_path(self, shard: int) -> Path:
         return self.growing_folder / _file_name(self.shards[shard])
 
     def _path(self, shard: int) -> Path:
-        return self.shards_folder / _file_name([self.rows[key] for key in self.expected_keys(shard)])
+        return self.shards_folder / _file_name([row for row in self.shards[shard] if row.key not in self.rejected])
 
     def _find_finished(self, shard: int) -> Path | None:
         path = self._path(shard)
@@ -190,10 +199,10 @@ class Part:
             else:
                 print(f"not used: {error}", file=sys.stderr, flush=True)
             return
-        keys = shard.row_keys
-        new = [i for i, key in enumerate(keys) if key in wanted and key not in self._found and shard.written(i)]
-        good = [row.key for row in _verified(shard, new) if row is not None]
-        self._found |= {keys[index]: (shard, index) for index in new if keys[index] in set(good)}
+        names = [self._states_name(shard.tokens(index)) for index in range(len(shard))]
+        new = [i for i, name in enumerate(names) if name in wanted and name not in self._found and shard.written(i)]
+        good = [index for index, row in zip(new, _verified(shard, new), strict=True) if row is not None]
+        self._found |= {names[index]: (shard, index) for index in reversed(good)}
 
 
 def _verified(shard: Shard, indices: Sequence[int]) -> Iterator[StateRow | None]:

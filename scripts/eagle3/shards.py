@@ -3,6 +3,8 @@
 `torch.load(path, mmap=True, weights_only=True)` gives
     hidden_states [tokens, layers, hidden]   the states of `meta.layer_ids`, final one last
     scales        [tokens, layers] float32   only with dtype fp8: a state is its float8 numbers times its scale
+    final_states  [needed, hidden]           only with provenance.final_states supervised: the final states of the tokens that
+    final_scales  [needed] float32           `row_key.final_positions` names; the two above are then without the final layer
     token_ids     [tokens] int32
     loss_mask     [tokens] bool
     row_offsets   [rows + 1] int64
@@ -19,26 +21,29 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from scripts.eagle3.capture_process import ID_BYTES, Place, write_at, write_row
+from scripts.eagle3.capture_process import ID_BYTES, Finals, Place, write_at, write_row
 from scripts.eagle3.errors import StageError, expect
 from scripts.eagle3.files import write_atomically
 from scripts.eagle3.provenance import check_provenance
-from scripts.eagle3.rows import row_key
+from scripts.eagle3.row_key import final_positions, row_key
 
 FORMAT_VERSION = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.float8_e4m3fn}
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 UNWRITTEN = -1
-STATES = ("hidden_states", "scales")
+SUPERVISED = "supervised"
+STATES = ("scales", "final_scales", "hidden_states", "final_states")  # in the order of a row's checksum
 KEYS = ("hidden_states", "token_ids", "loss_mask", "row_offsets", "row_keys", "row_crc32", "meta")
+SCALES = {"hidden_states": "scales", "final_states": "final_scales"}
 # of zip's local file header: its length, and where the lengths of name and extra field stand
 LOCAL_HEADER, NAME_LENGTHS = 30, 26
 
@@ -47,7 +52,8 @@ LOCAL_HEADER, NAME_LENGTHS = 30, 26
 class StateRow:
     """One row: `hidden_states` [tokens, layers, hidden], `token_ids` [tokens] int32, `loss_mask` [tokens] bool.
 
-    scales: [tokens, layers] float32 of float8 states.
+    scales: [tokens, layers] float32 of float8 states. has_final: [tokens] bool, which final states are known, None where all
+    are; the others are NaN, so that whoever uses one by mistake sees it.
     """
 
     key: str
@@ -55,14 +61,12 @@ class StateRow:
     loss_mask: torch.Tensor
     hidden_states: torch.Tensor
     scales: torch.Tensor | None = None
+    has_final: torch.Tensor | None = None
 
     def crc32(self) -> int:
-        """Checksum over ids, mask, scales and states as stored."""
-        checksum = 0
+        """Checksum over ids, mask, scales and states, as it is stored where all final states are."""
         scales = [] if self.scales is None else [self.scales]
-        for tensor in (self.token_ids, self.loss_mask, *scales, self.hidden_states):
-            checksum = zlib.crc32(_bytes(tensor), checksum)
-        return checksum
+        return _crc32([self.token_ids, self.loss_mask, *scales, self.hidden_states])
 
 
 class RowTokens(NamedTuple):
@@ -101,7 +105,10 @@ def create_shard(
     dtype: torch.dtype,
     provenance: dict[str, Any],
 ) -> None:
-    """Makes the file of a shard with everything but its states, atomically; they take no room on the disk yet."""
+    """Makes the file of a shard with everything but its states, atomically; they take no room on the disk yet.
+
+    Final states are stored of all tokens, or as `provenance.final_states` says.
+    """
     content = _content(path, rows, layer_ids, hidden_size, dtype, provenance)
     write_atomically(path, lambda unfinished: _lay_out(unfinished, content))
 
@@ -125,13 +132,19 @@ def _content(
         "provenance": provenance,
     }
     offsets = torch.tensor([0, *(len(row.token_ids) for row in rows)]).cumsum(0)
+    loss_mask = torch.cat([row.loss_mask for row in rows])
     tokens, layers = int(offsets[-1]), len(layer_ids)
-    scales = {"scales": torch.empty(tokens, layers)} if dtype == DTYPES["fp8"] else {}
+    shapes: dict[str, tuple[int, ...]] = {"hidden_states": (tokens, layers)}
+    if provenance.get("final_states") == SUPERVISED:
+        needed = int(final_positions(loss_mask.numpy(), offsets[:-1].tolist()).sum())
+        shapes = {"hidden_states": (tokens, layers - 1), "final_states": (needed,)}
+    states = {name: torch.empty(*shape, hidden_size, dtype=dtype) for name, shape in shapes.items()}
+    if dtype == DTYPES["fp8"]:
+        states |= {SCALES[name]: torch.empty(shape) for name, shape in shapes.items()}
     return {
-        "hidden_states": torch.empty(tokens, layers, hidden_size, dtype=dtype),
-        **scales,
+        **states,
         "token_ids": torch.cat([row.token_ids for row in rows]),
-        "loss_mask": torch.cat([row.loss_mask for row in rows]),
+        "loss_mask": loss_mask,
         "row_offsets": offsets,
         "row_crc32": torch.full((len(rows),), UNWRITTEN, dtype=torch.int64),
         "row_keys": [row.key for row in rows],
@@ -171,22 +184,31 @@ class ShardWriter:
         self._places = _places(path, self.shard.content)
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 - open as long as rows come
         self._token_bytes = {
-            name: tensor[0].numel() * tensor.element_size() for name, tensor in self.shard.content.items() if name in STATES
+            name: tensor.shape[1:].numel() * tensor.element_size()
+            for name, tensor in self.shard.content.items()
+            if name in STATES
         }
 
     def place(self, index: int) -> Place:
         """Where row `index` lies in the file."""
-        start = self.shard.offsets[index]
-        states, scales = (
-            self._places[name] + start * self._token_bytes[name] if name in self._places else 0 for name in STATES
-        )
+        start, finals = self.shard.offsets[index], None
+        scales, states = (self._at(name, start) for name in ("scales", "hidden_states"))
         ids, mask, checksums = (self._places[name] for name in ("token_ids", "loss_mask", "row_crc32"))
-        return Place(str(self.shard.path), ids + ID_BYTES * start, mask + start, states, scales, checksums + 8 * index)
+        if self.shard.final_states == SUPERVISED:
+            first = self.shard.final_offsets[index]
+            final_states, final_scales = (self._at(name, first) for name in ("final_states", "final_scales"))
+            finals = Finals(final_states, final_scales, self._token_bytes["final_states"])
+        at = ids + ID_BYTES * start, mask + start, states, scales, checksums + 8 * index
+        return Place(str(self.shard.path), *at, finals)
+
+    def _at(self, name: str, number: int) -> int:
+        """Where entry `number` of a tensor lies; 0 where the file has no such tensor."""
+        return self._places[name] + number * self._token_bytes[name] if name in self._places else 0
 
     def put(self, index: int, states: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         """Writes the states [tokens, layers, hidden] of row `index`; from then on it counts as written. Raises OSError."""
-        content = None if scales is None else _bytes(scales)
-        write_row(self._file.fileno(), self.place(index), len(states), _bytes(states), content)
+        content = np.asarray(_bytes(states)).reshape(len(states), -1)
+        write_row(self._file.fileno(), self.place(index), content, None if scales is None else scales.contiguous().numpy())
 
     def same_file(self, path: Path) -> bool:
         """Whether `path` is the file that is open here, and not a new one in its place."""
@@ -231,14 +253,25 @@ class Shard:
         self.layer_ids: list[int] = self.meta["layer_ids"]
         self.row_keys: list[str] = content["row_keys"]
         self.offsets: list[int] = content["row_offsets"].tolist()
+        self.final_states = SUPERVISED if "final_states" in content else "all"
         self._check_shape()
+        if self.final_states == SUPERVISED:
+            needed = final_positions(content["loss_mask"].numpy(), self.offsets[:-1])
+            # [rows + 1]: where each row's final states begin
+            self.final_offsets: list[int] = np.concatenate([[0], needed.cumsum()])[self.offsets].tolist()
+            self._check_finals()
         if layer_ids is not None:
             expect(list(layer_ids), self.layer_ids, f"{path}: layer_ids", "extract again with these layers")
         if provenance is not None:
-            check_provenance(provenance, self.meta["provenance"], self.path)
+            check_provenance(provenance, {"final_states": self.final_states, **self.meta["provenance"]}, self.path)
 
     def __len__(self) -> int:
         return len(self.row_keys)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one token's states of all layers, as they come from the engine."""
+        return len(self.layer_ids) * int(self.meta["hidden_size"]) * int(self.content["hidden_states"].element_size())
 
     def lengths(self) -> list[int]:
         """Tokens of each row."""
@@ -258,22 +291,30 @@ class Shard:
         return RowTokens(self.row_keys[index], self.content["token_ids"][part], self.content["loss_mask"][part])
 
     def stored_row(self, index: int) -> StateRow:
-        """Row `index` as it is stored, as views of the mapped file, its checksum and key verified."""
-        part = slice(self.offsets[index], self.offsets[index + 1])
-        scales = self.content["scales"][part] if "scales" in self.content else None
-        row = StateRow(*self.tokens(index), self.content["hidden_states"][part], scales)
-        if row.crc32() != int(self.content["row_crc32"][index]) or row_key(row.token_ids.numpy()) != row.key:
+        """Row `index` in the dtype that is stored, its checksum and key verified; views of the file where all is stored."""
+        tokens, part = self.tokens(index), slice(self.offsets[index], self.offsets[index + 1])
+        slices = dict.fromkeys(("hidden_states", "scales"), part)
+        if self.final_states == SUPERVISED:
+            slices |= dict.fromkeys(("final_states", "final_scales"), slice(*self.final_offsets[index : index + 2]))
+        stored = {name: self.content[name][slices[name]] for name in STATES if name in self.content}
+        checksum = _crc32([tokens.token_ids, tokens.loss_mask, *stored.values()])
+        if checksum != int(self.content["row_crc32"][index]) or row_key(tokens.token_ids.numpy()) != tokens.key:
             raise StageError(
-                f"{self.path}: row {index} ({row.key}) is damaged: checksum differs; delete this shard and remake it"
+                f"{self.path}: row {index} ({tokens.key}) is damaged: checksum differs; delete this shard and remake it"
             )
-        return row
+        if self.final_states != SUPERVISED:
+            return StateRow(*tokens, stored["hidden_states"], stored.get("scales"))
+        needed = torch.from_numpy(final_positions(tokens.loss_mask.numpy()))
+        states = _with_finals(stored["hidden_states"], stored["final_states"], needed)
+        scales = _with_finals(stored["scales"], stored["final_scales"], needed) if "scales" in stored else None
+        return StateRow(*tokens, states, scales, needed)
 
     def row(self, index: int) -> StateRow:
-        """Row `index`, verified: views of the mapped file, or bfloat16 made from float8."""
+        """Row `index`, verified: as stored, or bfloat16 made from float8."""
         row = self.stored_row(index)
         if row.scales is None:
             return row
-        return StateRow(row.key, row.token_ids, row.loss_mask, from_fp8(row.hidden_states, row.scales))
+        return replace(row, hidden_states=from_fp8(row.hidden_states, row.scales), scales=None)
 
     def __iter__(self) -> Iterator[StateRow]:
         return (self.row(index) for index in range(len(self)))
@@ -288,7 +329,7 @@ class Shard:
     def _check_shape(self) -> None:
         tokens, rows, advice = self.offsets[-1], len(self.row_keys), "delete and remake it"
         states = self.content["hidden_states"]
-        layers = len(self.layer_ids)
+        layers = len(self.layer_ids) - (self.final_states == SUPERVISED)
         expect([tokens, layers, self.meta["hidden_size"]], list(states.shape), f"{self.path}: hidden_states", advice)
         expect(str(states.dtype).removeprefix("torch."), self.meta["dtype"], f"{self.path}: dtype", advice)
         for name in ("token_ids", "loss_mask"):
@@ -297,6 +338,13 @@ class Shard:
         scales = [tokens, layers] if states.dtype == DTYPES["fp8"] else None
         found = list(self.content["scales"].shape) if "scales" in self.content else None
         expect(scales, found, f"{self.path}: scales", advice)
+
+    def _check_finals(self) -> None:
+        needed, advice = self.final_offsets[-1], "delete and remake it"
+        found = list(self.content["final_states"].shape)
+        expect([needed, self.meta["hidden_size"]], found, f"{self.path}: final_states", advice)
+        if "scales" in self.content:
+            expect([needed], list(self.content["final_scales"].shape), f"{self.path}: final_scales", advice)
 
 
 def _places(path: Path, content: dict[str, Any]) -> dict[str, int]:
@@ -310,6 +358,22 @@ def _places(path: Path, content: dict[str, Any]) -> dict[str, int]:
             file.seek(start + NAME_LENGTHS)
             places[name] = start + LOCAL_HEADER + sum(struct.unpack("<HH", file.read(4)))
     return places
+
+
+def _with_finals(others: torch.Tensor, finals: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    """[tokens, layers, ...] of all layers from the others' and the final layer's where `needed` [tokens]; NaN elsewhere."""
+    whole = others.new_empty(len(others), others.shape[1] + 1, *others.shape[2:])
+    whole[:, :-1] = others
+    whole[:, -1] = float("nan")
+    whole[needed, -1] = finals
+    return whole
+
+
+def _crc32(tensors: Iterable[torch.Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(_bytes(tensor), checksum)
+    return checksum
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

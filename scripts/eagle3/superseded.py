@@ -62,7 +62,7 @@ def _wanted(run: Path, parts: int, shards: int) -> set[str] | None:
 def _rows_of(path: Path, provenance: Mapping[str, Any] | None = None) -> set[str]:
     """Keys of the rows that are written; none of a damaged file, or of another provenance."""
     try:
-        shard = Shard(path, None if provenance is None else dict(provenance))
+        shard = Shard(path, None if provenance is None else {"final_states": "all", **provenance})
     except StageError:
         return set()
     return {key for index, key in enumerate(shard.row_keys) if shard.written(index)}

@@ -212,9 +212,11 @@ def test_the_measured_speed_of_an_undisturbed_job_is_used(finished: FinishedPart
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("final_states", ["all", "supervised"])
 def test_hidden_states_are_planned_to_the_byte_and_finished_ones_are_not_needed_again(
-    finished: FinishedParts, table: Table
+    tmp_path: Path, tiny_llama: Target, table: Table, final_states: str
 ) -> None:
+    finished = FinishedParts(make_config(tiny_llama, extraction={"final_states": final_states}), tmp_path / "planned")
     hidden = target_facts(finished.config.target, table).hidden_size
     finished.collect()
     for part in ("part-0", "part-1", "val"):
@@ -234,6 +236,10 @@ def test_hidden_states_are_planned_to_the_byte_and_finished_ones_are_not_needed_
     assert stages[0]["bytes"]["value"] == pytest.approx(wrote["value"], rel=0.02)
     needed = [record["disks"][0]["needed"] for record in (before, after)]
     assert needed[0] - needed[1] > 0.5 * stages[1]["bytes_written"]
+    # states of the other layout are not taken for these
+    other = {"all": "supervised", "supervised": "all"}[final_states]
+    asked = make(make_config(tiny_llama, extraction={"final_states": other}), cpu(finished.run))
+    assert asked["stages"]["extract_hidden_states"]["jobs_left"] == 3
 
 
 def test_a_shard_may_be_copied_without_its_rejected_rows_on_each_node(tmp_path: Path) -> None:
