@@ -363,9 +363,12 @@ def _places(path: Path, content: dict[str, Any]) -> dict[str, int]:
 def _with_finals(others: torch.Tensor, finals: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
     """[tokens, layers, ...] of all layers from the others' and the final layer's where `needed` [tokens]; NaN elsewhere."""
     whole = others.new_empty(len(others), others.shape[1] + 1, *others.shape[2:])
-    whole[:, :-1] = others
-    whole[:, -1] = float("nan")
-    whole[needed, -1] = finals
+    absent = others.new_full((1, *others.shape[2:]), float("nan"))
+    # copied by numpy: it is called in reading threads, and torch's own threads would wait for each other on busy cores
+    size, known = others.shape[2:].numel() * others.element_size(), needed.numpy()
+    to, rest = (np.asarray(_bytes(each)).reshape(len(each), each.shape[1], size) for each in (whole, others))
+    to[:, :-1] = rest
+    to[known, -1], to[~known, -1] = (np.asarray(_bytes(each)).reshape(len(each), size) for each in (finals, absent))
     return whole
 
 
