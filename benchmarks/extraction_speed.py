@@ -116,23 +116,6 @@ class Watch:
                 self.places[f"{Path(ours.f_code.co_filename).name}:{ours.f_lineno} {ours.f_code.co_name}"] += 1
 
 
-class TimedPart(Part):
-    """A part that knows when its batches were written."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.taken: list[tuple[float, int]] = []
-
-    def take(self, result: dict[str, Any]) -> None:
-        """As a part does."""
-        self.taken.append((time.perf_counter(), sum(len(self.rows[key]) for key in result["keys"])))
-        super().take(result)
-
-    def rate(self) -> float:
-        """Tokens per second from the end of the first batch to the end of the last, as the connector is timed."""
-        return sum(tokens for _, tokens in self.taken[1:]) / (self.taken[-1][0] - self.taken[0][0])
-
-
 def plain(llm: Any, rows: Sequence[TokenRow], batches: Sequence[Batch]) -> dict[str, Any]:
     """The engine alone on the batches of the extraction, which it is given in the same way; the faster of two passes."""
     by_key = {row.key: row for row in rows}
@@ -174,7 +157,7 @@ def extract(work: Path, tokens: int, batch_tokens: int, folder: str, dtype: str)
     shards = shards_of(rows, target, dtype)
     batches = plan_batches(shards, batch_tokens, MAX_ROWS)
     provenance = states_provenance(target, dtype)
-    seconds, watches, rates, root = [], [], [], Path(folder)
+    seconds, watches, root = [], [], Path(folder)
     began = time.perf_counter()
     with open_engine(target, Hardware(batch_tokens, MAX_ROWS), LONGEST) as llm:
         loaded = time.perf_counter() - began
@@ -183,13 +166,12 @@ def extract(work: Path, tokens: int, batch_tokens: int, folder: str, dtype: str)
             proof = extractor.prove(rows, root / "proof")
             for turn in range(TURNS):
                 with open_store(root / str(turn), "extract_hidden_states", provenance) as store:
-                    part = TimedPart(store, shards, provenance, int(text_config(target)["hidden_size"]))
+                    part = Part(store, shards, provenance, int(text_config(target)["hidden_size"]))
                     with Watch() as watch:
                         began = time.perf_counter()
                         run_batches(part, extractor, batches)
                         seconds.append(time.perf_counter() - began)
                     watches.append(watch.record())
-                    rates.append(part.rate())
                 size = sum(path.stat().st_size for path in store.folder.glob("shards/*.pt"))
                 shutil.rmtree(root / str(turn))
             installed = extractor.installed
@@ -197,7 +179,6 @@ def extract(work: Path, tokens: int, batch_tokens: int, folder: str, dtype: str)
     return {
         **{"tokens": total, "batches": len(batches), "shards": len(shards), **installed, "load_s": loaded},
         **speeds(total, seconds),
-        "tokens_per_s_after_first_batch": max(rates),
         **{"gb_per_s": size / min(seconds) / 1e9, **watches[seconds.index(min(seconds))], "proof": proof.record()},
         **{"plain": without, "of_plain": total / min(seconds) / without["tokens_per_s"]},
     }
