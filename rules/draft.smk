@@ -69,7 +69,7 @@ rule draft_config:
 rule train_draft:
     """One pass over the training rows, or with training.rolling all passes over one part; segment k continues from k - 1.
 
-    One process for each GPU of the job. The weights lie beside the record.
+    One process for each GPU of the job, on each of its nodes. The weights lie beside the record.
     """
     input:
         previous_segment,
@@ -90,6 +90,7 @@ rule train_draft:
     threads: ALL_CORES
     resources:
         gpu=0,
+        nodes=1,
         checkpoint_minutes=CONFIG.training.checkpoint_minutes,
         keep_checkpoints=CONFIG.training.keep_checkpoints,
     params:
@@ -104,7 +105,7 @@ rule train_draft:
         parts=len(PARTS),
         shards=len(SHARDS),
     shell:
-        "bin/on-gpus {resources.gpu} 0 python -m scripts.per_gpu scripts.train_draft"
+        "bin/on-nodes {resources.nodes} bin/on-gpus {resources.gpu} 0 python -m scripts.per_gpu scripts.train_draft"
         " --target {params.target:q}"
         " --training {params.training:q}"
         " --draft-config {input.draft:q}"

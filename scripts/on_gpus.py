@@ -67,11 +67,18 @@ def supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line of bin/on-gpus."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, required=True, help="GPUs to reserve; 0: use what is visible, reserve nothing")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        required=True,
+        help="GPUs to reserve; 0: those that Slurm gave this job here, else what is visible, reserved from nobody",
+    )
     parser.add_argument("--min-gpus", type=int, required=True, help="fewer than this many are refused")
     parser.add_argument("command", nargs="+", help="after --: what to run")
     options = parser.parse_args(argv)
-    sys.exit(run(options.gpus, options.min_gpus, options.command))
+    # a job over several nodes asks Slurm for GPUs of each node (gres), not for a number (gpu)
+    gpus = options.gpus or int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+    sys.exit(run(gpus, options.min_gpus, options.command))
 
 
 if __name__ == "__main__":

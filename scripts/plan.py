@@ -348,8 +348,10 @@ def check_options(options: argparse.Namespace) -> None:
             raise StageError(f"{option} is {found}: expected at least {least}; mend it under `plan` in the profile")
     if (options.gpu_model.lower() == "cpu") != (options.gpus == 0):
         raise StageError(f"--gpu-model {options.gpu_model} with --gpus {options.gpus}: cpu has 0 GPUs, all others at least 1")
-    if options.training_gpus is not None and options.training_gpus > options.gpus:
-        raise StageError(f"--training-gpus is {options.training_gpus}: a node has {options.gpus} (--gpus); lower it")
+    have = options.gpus * options.nodes
+    if options.training_gpus is not None and options.training_gpus > have:
+        where = f"a node has {options.gpus} (--gpus)" if options.nodes == 1 else f"{options.nodes} nodes have {have}"
+        raise StageError(f"--training-gpus is {options.training_gpus}: {where}; lower it")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -364,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, default=1, help="nodes that can work at once")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="as regenerate_responses is given")
     parser.add_argument("--parts-on-disk", type=int, default=2, help="training.rolling.parts_on_disk")
-    parser.add_argument("--training-gpus", type=int, help="GPUs that train_draft and select_checkpoint reserve; default: all")
+    parser.add_argument("--training-gpus", type=int, help="GPUs of train_draft, on all its nodes; default: one node's")
     options = parser.parse_args(argv)
     check_options(options)
     place = Place(

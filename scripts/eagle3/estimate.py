@@ -301,8 +301,8 @@ class Estimator:
         )  # fmt: skip
         job = self._job("select_checkpoint", self._benchmark("select_checkpoint"), start + work / one.tokens_per_s, done)
         return self._stage(
-            "select_checkpoint", [job], 0, ["selected.json"], gpus=self.place.training_gpus, rate=one, tokens_in=tokens,
-            rows_in=self.data.validation.rows,
+            "select_checkpoint", [job], 0, ["selected.json"], gpus=min(self.place.training_gpus, self.place.gpus), rate=one,
+            tokens_in=tokens, rows_in=self.data.validation.rows,
         )  # fmt: skip
 
     def _export(self) -> StagePlan:

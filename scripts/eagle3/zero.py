@@ -8,6 +8,7 @@ import contextlib
 import io
 import logging
 import os
+import socket
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,13 @@ def processes() -> int:
 
 
 def check_settings(settings: Training) -> None:
-    """StageError where the processes cannot share the micro-batches of a step."""
+    """StageError where nodes have different numbers of processes, or the processes cannot share the micro-batches of a step."""
+    nodes, here = (int(os.environ.get(name, "1")) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if nodes > 1 and nodes * here != processes():
+        raise StageError(
+            f"{socket.gethostname()} has {here} GPUs, {nodes} nodes have {processes()}: expected as many on each; "
+            "mend `gres` of train_draft in the profile, or leave that node out"
+        )
     if settings.gradient_accumulation % processes():
         raise StageError(
             f"training.gradient_accumulation is {settings.gradient_accumulation}: expected a multiple of "
