@@ -92,7 +92,7 @@ rule canary:
 
 
 rule clean_rows:
-    """Deletes stored states that nothing will read: of another target, layers, dtype or choice of final states, or of an earlier deal."""
+    """Deletes stored states that nothing will read: of another target, layers, dtype or layout, or of an earlier deal."""
     input:
         target_manifest(),
     log:

@@ -19,7 +19,17 @@ from scripts.eagle3.batches import TokenRow
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.files import cannot_write, sha256_json, sync
 from scripts.eagle3.row_key import final_positions
-from scripts.eagle3.shards import DTYPES, SUPERVISED, RowTokens, Shard, ShardWriter, StateRow, create_shard, write_shard
+from scripts.eagle3.shards import (
+    DTYPES,
+    SUPERVISED,
+    RowTokens,
+    Shard,
+    ShardWriter,
+    StateRow,
+    create_shard,
+    whole_provenance,
+    write_shard,
+)
 from scripts.eagle3.store import Store
 
 # threads that verify rows: a checksum takes longer than the disk that it reads from
@@ -40,13 +50,14 @@ class Part:
         """Reads and checks what is finished; `shards` are the rows of the token shards, in order."""
         self.store, self.shards, self.provenance, self.hidden_size = store, shards, provenance, hidden_size
         self.layer_ids: list[int] = provenance["layer_ids"]
+        self._origin = whole_provenance(provenance)
         self.rows = {row.key: row for shard in shards for row in shard}
         self.growing_folder, self.shards_folder = store.folder / "growing", store.folder / "shards"
         for folder in (self.growing_folder, self.shards_folder):
             folder.mkdir(exist_ok=True)
         self.checksums, self.rejected, self.proofs = (store.records(name) for name in ("shards", "rejected", "proof"))
         self._found: dict[str, tuple[Shard, int]] = {}  # by `_states_name`
-        self._growing: dict[Path, ShardWriter] = {}
+        self._growing: dict[Path, tuple[ShardWriter, list[str]]] = {}  # with `_states_name` of each row
         self.finished = [self._find_finished(number) for number in range(len(shards))]
         wanted = {self._states_name(row) for number in self.open_shards() for row in shards[number]}
         for folder in [store.folder, *store.others()] if wanted else []:
@@ -81,11 +92,11 @@ class Part:
         if not path.is_file():
             dtype = DTYPES[self.provenance["dtype"]]
             create_shard(path, [shard_tokens(row) for row in rows], self.layer_ids, self.hidden_size, dtype, self.provenance)
-        writer = self._growing[path] = ShardWriter(path)
+        writer, names = self._growing[path] = ShardWriter(path), [self._states_name(row) for row in rows]
         lacking: dict[str, list[int]] = {}
         try:
             for index, row in enumerate(rows):
-                source, place = self._found.get(self._states_name(row), (None, 0))
+                source, place = self._found.get(names[index], (None, 0))
                 if source is None:
                     if row.key not in self.rejected:
                         lacking.setdefault(row.key, []).append(index)
@@ -96,7 +107,7 @@ class Part:
                     writer.put(index, found.hidden_states, found.scales)
         except OSError as error:
             raise cannot_write(path, error) from error
-        self._enter(path, [row.key for row in rows if self._states_name(row) in self._found])
+        self._enter(path, [index for index, name in enumerate(names) if name in self._found])
         return path, lacking
 
     def take(self, result: dict[str, Any]) -> None:
@@ -104,7 +115,8 @@ class Part:
         for key, layer, reason in result["rejected"]:
             self.rejected.put(key, {"layer": layer, "reason": reason})
         for path in map(Path, result["paths"]):
-            self._enter(path, [key for key in result["keys"] if key in self._growing[path].indices])
+            indices = self._growing[path][0].indices
+            self._enter(path, [index for key in result["keys"] for index in indices.get(key, [])])
 
     def finish(self, shard: int) -> Path | None:
         """Makes the finished file of a shard whose rows are all there.
@@ -148,10 +160,10 @@ class Part:
         """What the growing files have on the disk by now."""
         return sum(path.stat().st_blocks * 512 for path in self.growing_folder.glob("*.pt"))
 
-    def _enter(self, path: Path, keys: Sequence[str]) -> None:
-        writer = self._growing[path]
-        found = [index for key in keys for index in writer.indices[key] if writer.shard.written(index)]
-        self._found |= {self._states_name(writer.shard.tokens(index)): (writer.shard, index) for index in found}
+    def _enter(self, path: Path, indices: Sequence[int]) -> None:
+        """These rows of a growing file are written."""
+        writer, names = self._growing[path]
+        self._found |= {names[index]: (writer.shard, index) for index in indices}
 
     def _states_name(self, row: TokenRow | RowTokens) -> str:
         """What stored states must be of to serve for a row: its ids, and its final states where not all are stored."""
@@ -170,7 +182,7 @@ class Part:
         if not path.is_file():
             return None
         try:
-            found = Shard(path, self.provenance, self.layer_ids)
+            found = Shard(path, self._origin, self.layer_ids)
             if any(row is None for row in _verified(found, range(len(found)))):
                 return None  # its good rows are taken from it
             if self.checksums.get(path.stem) is None:  # killed between the file and its record
@@ -183,7 +195,7 @@ class Part:
         return path
 
     def _record(self, path: Path, shard: int) -> None:
-        written = Shard(path, self.provenance, self.layer_ids)
+        written = Shard(path, self._origin, self.layer_ids)
         expected = self.expected_keys(shard)
         if written.row_keys != expected or not all(map(written.written, range(len(written)))):
             raise StageError(f"{path}: does not hold the {len(expected)} rows of token shard {shard}; delete it and run again")
@@ -192,7 +204,7 @@ class Part:
     def _scan(self, path: Path, wanted: set[str], own: bool) -> None:
         """Enters the wanted rows of one file that are verified; of a key that two files have, the first one's."""
         try:
-            shard = Shard(path, self.provenance, self.layer_ids)
+            shard = Shard(path, self._origin, self.layer_ids)
         except StageError as error:
             if own:
                 _drop(path, error)

@@ -21,7 +21,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -75,6 +75,11 @@ class RowTokens(NamedTuple):
     key: str
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
+
+
+def whole_provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """That of a store or an extraction with the layout of final states, which it does not name where all are stored."""
+    return {"final_states": "all", **provenance}
 
 
 def bytes_per_state(hidden_size: int, dtype: str) -> int:

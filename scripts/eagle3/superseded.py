@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from scripts.eagle3.errors import StageError
 from scripts.eagle3.provenance import digest
-from scripts.eagle3.shards import Shard
+from scripts.eagle3.shards import Shard, whole_provenance
 from scripts.eagle3.store import LOCK
 
 
@@ -62,7 +62,7 @@ def _wanted(run: Path, parts: int, shards: int) -> set[str] | None:
 def _rows_of(path: Path, provenance: Mapping[str, Any] | None = None) -> set[str]:
     """Keys of the rows that are written; none of a damaged file, or of another provenance."""
     try:
-        shard = Shard(path, None if provenance is None else {"final_states": "all", **provenance})
+        shard = Shard(path, None if provenance is None else whole_provenance(provenance))
     except StageError:
         return set()
     return {key for index, key in enumerate(shard.row_keys) if shard.written(index)}

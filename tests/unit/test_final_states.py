@@ -175,6 +175,17 @@ def test_a_row_is_reused_only_where_its_mask_needs_the_same_final_states(tmp_pat
         assert torch.equal(found.nan_to_num(), states.nan_to_num())
 
 
+def test_a_file_of_the_other_layout_in_a_store_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row, names = masked(0, 1, 1, 1, 0), {name: value for name, value in PART.items() if name != "final_states"}
+    for kept, other in ((names, PART), (PART, names)):
+        with open_store(tmp_path, "extract_hidden_states", kept) as store:
+            (store.folder / "shards").mkdir()
+            tokens = shard_tokens(row)
+            write_shard(store.folder / "shards/astray.pt", [StateRow(*tokens, torch.rand(5, 2, 4))], [2, 8], other)
+            assert Part(store, [[row]], kept, 4).missing() == {row.key}
+            assert "final_states is" in capsys.readouterr().err
+
+
 def spoiled(row: StateRow) -> StateRow:
     """The row with garbage in place of every final state that is not named as needed."""
     states = row.hidden_states.clone()
